@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
-from quire.cli.batch_files import STANDARD, InputRow, ResultFile, error_row, open_input, read_rows, row_id
+from quire.cli.batch_files import STANDARD, InputRow, ResultFile, open_input, read_rows
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
-from quire.cli.generation import Engine, make_engine
-from quire.cli.option_groups import engine_args, engine_options
-from quire.config.engine_args import EngineArgs
-from quire.errors import ClientError, ConfigError, GenerationError, QuireError, ServerError, ValidationError
-from quire.outputs import PoolingRequestOutput, RequestOutput
+from quire.cli.generation import make_engine
+from quire.cli.option_groups import engine_args, engine_options, flag_option
+from quire.config.flags import flags_of
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError, ServerError, ValidationError
 from quire.resolve import resolve
 
-if TYPE_CHECKING:
-    from quire.cli.batch_pooling import PoolingReader, PoolingRequest
-    from quire.cli.batch_requests import BatchRequest, RequestReader
-
-REQUEST_READER = "quire.cli.batch_requests:RequestReader"
-"""Resolved by name, because its protocol classes take a while to load."""
-POOLING_READER = "quire.cli.batch_pooling:PoolingReader"
+ASYNC_LLM = "quire.frontend.async_llm:AsyncLLM"
+ROW_SERVER = "quire.cli.batch_rows:RowServer"
+"""Resolved by name, because the server's routes take a while to load."""
+_SERVER_FLAGS = (
+    "default_chat_template_kwargs", "chat_template_content_format", "tool_call_parser",
+    "exclude_tools_when_tool_choice_none", "reasoning_parser", "enable_reasoning_content", "response_role",
+    "return_tokens_as_token_ids",
+)  # fmt: skip
+"""Flags of `quire serve` that change answers."""
 _RERUN = "run the same command again to go on"
 
 
@@ -46,9 +48,13 @@ def command_line() -> CommandLine:
     ]
     return CommandLine(
         "quire batch",
-        "Run every request of a JSONL file in OpenAI's batch format: conversations and completions, or with a pooling "
-        "model embeddings, scores and rankings.",
-        [*own, *engine_options()],
+        "Run every request of a JSONL file in OpenAI's batch format, as the routes of quire serve answer it: "
+        "conversations, completions, responses; with a pooling model embeddings, scores and rankings.",
+        [
+            *own,
+            *(flag_option(spec) for spec in flags_of(ServerConfig) if spec.name in _SERVER_FLAGS),
+            *engine_options(),
+        ],
         Positional("input", "The requests, one JSON object per line. - is stdin."),
         "A request that fails gives an error row and does not stop the others; the exit code is then 1. Results are\n"
         "written as they finish, in another order than the input: match them by custom_id.",
@@ -67,7 +73,7 @@ def _run(args: Arguments, source: Path, target: Path) -> int:
     try:
         num_rows = sum(1 for _ in _unfinished(source, results))
         if num_rows:
-            _run_rows(engine_args(args, disable_log_stats=True), source, results, num_rows)
+            _run_rows(args, source, results, num_rows)
     except (KeyboardInterrupt, ServerError):
         advice = f"; {_RERUN}" if results.can_resume else ""
         print(f"\nstopped with {len(results.done)} results in {results.name}{advice}", file=sys.stderr)
@@ -100,92 +106,23 @@ def _unfinished(source: Path, results: ResultFile) -> Iterator[InputRow]:
             yield row
 
 
-def _run_rows(flags: EngineArgs, source: Path, results: ResultFile, num_rows: int) -> None:
+def _run_rows(args: Arguments, source: Path, results: ResultFile, num_rows: int) -> None:
+    flags = engine_args(args, disable_log_stats=True, slow_client_timeout_s=0.0)
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_reserved_tokens"):
+        setattr(flags, name, None)  # rows wait here
     config = flags.create_engine_config()
-    engine = make_engine(flags)
-    model = config.model_config
-    names = list(dict.fromkeys([model.name, model.model]))
-    reader = (
-        resolve(REQUEST_READER)(names, model.sampling_defaults, model.seed, engine.get_tokenizer().apply_chat_template)
-        if model.pooling is None
-        else resolve(POOLING_READER)(names, engine)
-    )
     # Enough in flight that the scheduler never runs dry, few enough that a file of any length fits in memory.
-    window = 2 * (config.scheduler_config.max_num_seqs or 1)
-    with tqdm(total=num_rows, desc="batch", unit="req", disable=None) as bar:
-        _BatchRun(engine, reader, results, bar).run(_unfinished(source, results), window)
+    window = min(num_rows, 2 * (config.scheduler_config.max_num_seqs or 1))
+    engine = make_engine(flags, ASYNC_LLM)
+    try:
+        server = resolve(ROW_SERVER)(engine, **args.given_among(_SERVER_FLAGS))
+        with tqdm(total=num_rows, desc="batch", unit="req", disable=None) as bar:
 
+            def write(key: str, row: dict[str, Any]) -> None:
+                results.write(key, row)
+                bar.update()
 
-@dataclass
-class _RowState:
-    """A row in the engine: its prompts run as separate requests and are put together when all are done."""
-
-    row: InputRow
-    request: BatchRequest | PoolingRequest
-    outputs: dict[int, RequestOutput | PoolingRequestOutput] = field(default_factory=dict)
-
-
-class _BatchRun:
-    """Keeps a window of rows in the engine and writes each as it finishes."""
-
-    def __init__(self, engine: Engine, reader: RequestReader | PoolingReader, results: ResultFile, bar: Any) -> None:
-        self._engine = engine
-        self._reader = reader
-        self._results = results
-        self._bar = bar
-        self._running: dict[int, _RowState] = {}
-
-    def run(self, waiting: Iterator[InputRow], window: int) -> None:
-        """Runs until every row has a result."""
-        while True:
-            while len(self._running) < window and (row := next(waiting, None)) is not None:
-                self._start(row)
-            if not self._running:
-                return
-            for output in self._engine.step():
-                self._collect(output)
-
-    def _start(self, row: InputRow) -> None:
-        added = []
-        try:
-            state = _RowState(row, self._reader.read(row))
-            request = state.request
-            for position, (prompt, params) in enumerate(request.work):
-                request_id = f"{row.line_number}/{position}"
-                self._engine.add_request(request_id, prompt, params, priority=request.priority, **request.options)
-                added.append(request_id)
-        except ClientError as e:
-            self._engine.abort_request(added)
-            self._write_error(row, e)
-            return
-        self._running[row.line_number] = state
-
-    def _collect(self, output: RequestOutput | PoolingRequestOutput) -> None:
-        line, _, position = output.request_id.partition("/")
-        state = self._running.get(int(line))
-        if state is None or not output.finished:
-            return
-        state.outputs[int(position)] = output
-        if len(state.outputs) < len(state.request.work):
-            return
-        del self._running[int(line)]
-        outputs: list[Any] = [state.outputs[i] for i in range(len(state.outputs))]
-        sequences = [
-            o for output in outputs for o in (output.outputs if isinstance(output, RequestOutput) else [output])
-        ]
-        failed = [o for o in sequences if o.finish_reason == "error"]
-        if failed:
-            message = failed[0].error_message or "the engine failed this request; run it again"
-            self._write_error(state.row, GenerationError(message))
-            return
-        self._write(state.row.key, self._reader.result_row(state.row.key, state.request, outputs))  # type: ignore[arg-type]  # the reader made it
-
-    def _write_error(self, row: InputRow, error: QuireError) -> None:
-        custom_id = row.content.get("custom_id")
-        is_named = isinstance(custom_id, str)
-        name = None if is_named else row_id(row.line_number)
-        self._write(row.key, error_row(name, custom_id if is_named else None, error))
-
-    def _write(self, key: str, row: dict[str, Any]) -> None:
-        self._results.write(key, row)
-        self._bar.update()
+            with asyncio.Runner(loop_factory=resolve("uvloop:new_event_loop")) as runner:
+                runner.run(server.run(_unfinished(source, results), window, write))
+    finally:
+        engine.shutdown()

@@ -7,14 +7,15 @@ import os
 import shutil
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ClientError, ConfigError, QuireError, ValidationError
+import msgspec
+
+from quire.errors import ConfigError, ValidationError
 
 MAX_LINE_BYTES = 64 << 20
 """A request line longer than this is refused: no context holds so much text."""
@@ -135,11 +136,12 @@ class ResultFile:
             ) from None
 
     def write(self, key: str, row: dict[str, Any]) -> None:
-        """Appends one result and passes it to the system at once. Raises ConfigError, for a full disk among others."""
+        """Appends one result, which may hold `msgspec.Raw`, and passes it to the system at once. Raises ConfigError,
+        for a full disk among others."""
         try:
-            line = json.dumps(row, ensure_ascii=False).encode()
+            line = msgspec.json.encode(row)
         except UnicodeEncodeError:  # a custom_id may hold half a surrogate pair, which only an escape can write
-            line = json.dumps(row).encode()
+            line = json.dumps(row, default=lambda raw: json.loads(bytes(raw))).encode()
         left = memoryview(line + b"\n")
         try:
             while left:
@@ -157,25 +159,3 @@ class ResultFile:
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
-
-
-def error_body(error: QuireError) -> dict[str, Any]:
-    """Returns the OpenAI error object of an exception."""
-    param = error.param if isinstance(error, ClientError) else None
-    code = error.status_code
-    kind = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}.get(
-        code, "InternalServerError"
-    )
-    return {"message": str(error), "type": kind, "param": param, "code": code}
-
-
-def error_row(row_id: str | None, custom_id: str | None, error: QuireError) -> dict[str, Any]:
-    """Returns the row of a request that was refused or failed."""
-    described = error_body(error)
-    name = row_id or f"batch_req_{uuid.uuid4().hex[:16]}"
-    return make_row(name, custom_id, described["code"], {"error": described}, described)
-
-
-def make_row(row_id: str, custom_id: str | None, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
-    response = {"status_code": status, "request_id": f"req-{uuid.uuid4().hex[:16]}", "body": body}
-    return {"id": row_id, "custom_id": custom_id, "response": response, "error": error}

@@ -31,16 +31,16 @@ class Engine(Protocol):
         """Returns True while another step has something to do."""
 
 
-def make_engine(args: EngineArgs) -> Any:
-    """Returns the `LLMEngine` of `args`, with a note on a terminal while it loads.
+def make_engine(args: EngineArgs, engine_class: str = "quire.frontend.llm_engine:LLMEngine") -> Any:
+    """Returns the engine of `args`, with a note on a terminal while it loads.
 
-    It is named by a string so that --help loads neither tokenizers nor torch.
+    Its class is named by a string so that --help loads neither tokenizers nor torch.
     """
     is_watched = sys.stderr.isatty()
     if is_watched:
         print(f"loading {args.model} ...", end="", file=sys.stderr, flush=True)
     try:
-        return resolve("quire.frontend.llm_engine:LLMEngine").from_engine_args(args)
+        return resolve(engine_class).from_engine_args(args, usage_context="offline")
     finally:
         if is_watched:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedEngine], Sc
     """Make every command run on a scripted engine."""
 
     def use(engine: ScriptedEngine) -> ScriptedEngine:
-        for module in ("complete", "chat", "batch", "bench.throughput"):
+        for module in ("complete", "chat", "bench.throughput"):
             monkeypatch.setattr(f"quire.cli.{module}.make_engine", lambda args: engine)
         return engine
 

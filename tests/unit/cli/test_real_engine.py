@@ -82,6 +82,35 @@ def test_a_batch_equals_its_requests_alone(greedy: Callable[[str, int], str], tm
         assert results[str(i)]["response"]["body"]["choices"][0]["text"] == greedy("w " * i, 6)
 
 
+def test_a_resumed_batch_draws_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks routes with a field for a seed, and without."""
+    monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    own = {"max_tokens": 12, "temperature": 2}
+    messages = [{"role": "user", "content": "Hi"}]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        *3 * [("/v1/completions", {"prompt": "Hi", "n": 2, **own})],
+        ("/v1/messages", {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 1}),
+        ("/api/generate", {"model": "demo", "prompt": "Hi", "options": {"num_predict": 12, "temperature": 2}}),
+        ("/v1/completions", {"prompt": "Hi", "seed": 5, **own}),
+    ]
+
+    def run() -> dict[str, str]:
+        assert main(["batch", str(source), "-o", str(target)]) == 0
+        answers = {
+            row["custom_id"]: row["response"]["body"] for row in map(json.loads, target.read_text().splitlines())
+        }
+        return {name: str(b.get("choices") or b.get("content") or b["response"]) for name, b in answers.items()}
+
+    rows = [{"custom_id": str(i), "url": url, "body": body} for i, (url, body) in enumerate(bodies)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = run()
+    assert len(set(texts.values())) == 6
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(line for line in lines if json.loads(line)["custom_id"] == "0"))
+    assert run() == texts
+
+
 def test_benches_run_on_a_real_engine(capsys: Capture) -> None:
     assert main(["bench", "latency", "--input-len", "8", "--output-len", "4", "--reps", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["output_tokens"] == 4
@@ -138,12 +167,12 @@ def test_a_batch_for_a_pooling_model_is_answered_as_its_routes_do(
     assert [(r["index"], r["document"]) for r in answers[4]["results"]] == [(1, {"text": texts[1]})]
     errors = {i: (row["error"]["code"], row["error"]["param"]) for i, row in results.items() if row["error"]}
     assert errors == {
-        5: (400, "url"),
+        5: (404, None),
         6: (400, "inputs"),
-        7: (400, "prompt"),
+        7: (400, "input"),
         8: (404, "model"),
         9: (400, "text_1"),
         10: (400, "documents"),
     }
     assert "did you mean input?" in results[6]["error"]["message"]
-    assert "pools, and does not generate" in results[5]["error"]["message"]
+    assert "it needs a model that generates" in results[5]["error"]["message"]

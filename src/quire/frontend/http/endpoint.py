@@ -123,7 +123,7 @@ class Endpoint:
             if not self.is_for(state.supported_tasks):
                 advice = "it needs a model that generates"
                 if "generate" in state.supported_tasks:
-                    advice = "quire serve --runner pooling loads it for that, where the model can do it"
+                    advice = "--runner pooling loads it for that, where the model can do it"
                 supported = ", ".join(state.supported_tasks)
                 raise NotFoundError(f"{self.path} is not for this model, which supports {supported}; {advice}")
             if self.is_work and state.lifecycle.refuses_requests:

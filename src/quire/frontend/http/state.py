@@ -120,7 +120,9 @@ class ServerState:
             return self.model_name
         if name not in self.model_names:
             raise NotFoundError(
-                f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}", param="model"
+                f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)} "
+                "(--served-model-name gives it other names)",
+                param="model",
             )
         return name
 

@@ -15,7 +15,7 @@ from quire.errors import GenerationError, make_error
 from quire.frontend.admission import demand_of
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.exchange import DEFAULT_SEED, Exchange
 from quire.frontend.http.streaming import SERVER_SENT_EVENTS, EventStream, error_event
 from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.output_handler import Output, RequestOutputCollector
@@ -145,6 +145,8 @@ class Submission:
         `AsyncLLM.add_request`."""
         if isinstance(params, SamplingParams):
             params.skip_clone = len(prompts) == 1  # made for this request, and used once
+            if params.seed is None:
+                params.seed = self._exchange.request.scope.get(DEFAULT_SEED)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         headers = self._exchange.request.headers
         trace_headers = {name: headers[name][:MAX_TRACE_HEADER_CHARS] for name in TRACE_HEADERS if name in headers}

@@ -126,7 +126,7 @@ def test_a_path_that_is_elsewhere_says_where() -> None:
         for path, advice in {
             "/sleep": "quire serve --enable-admin serves it",
             "/v1/nothing": "GET /openapi.json lists them all",
-            "/v1/embeddings": "supports generate; quire serve --runner pooling loads it for that",
+            "/v1/embeddings": "supports generate; --runner pooling loads it for that",
         }.items():
             response = await server.post(path, {})
             assert response.status_code == 404
