@@ -16,9 +16,8 @@ from quire.cli.batch_files import InputRow, row_id
 from quire.config.server import ServerConfig
 from quire.errors import ValidationError, nearest
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.http.endpoint import Endpoint
+from quire.frontend.http.endpoint import DEFAULT_SEED, Endpoint
 from quire.frontend.http.errors import error_body
-from quire.frontend.http.exchange import DEFAULT_SEED
 from quire.frontend.http.state import ServerState
 from quire.frontend.openai.app import add_parts, build_app
 

@@ -1,4 +1,4 @@
-"""Endpoints: the rows of the table of routes, and the application around them.
+"""Endpoints, the rows of the table of routes; and exchanges, the requests that they answer.
 
 An `Endpoint` declares a route: path, methods, handler, access, body. Nothing can be served without one, and none can be
 made without an `Access`. Calling it is the whole way of a request: its id, the check of the key, the handler, the one
@@ -7,43 +7,30 @@ place for errors, the access log.
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import json
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
-from quire.errors import ConfigError, NotFoundError
+from quire.errors import ClientError, NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.errors import (
-    ErrorShape,
-    UnavailableError,
-    error_body,
-    error_response,
-    http_status_error,
-    note_error,
-    unknown_route,
-    wrong_method,
-)
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.bodies import Body, BodyReader, RequestBody
+from quire.frontend.http.errors import ErrorShape, HttpError, UnavailableError, error_body, error_response, note_error
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.events import HttpExchange
 from quire.frontend.metrics.frontend_stats import FrontendStats
+from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.logger import init_logger
-from quire.resolve import resolve
 
 logger = init_logger("quire.access")
 
@@ -59,7 +46,129 @@ LOAD_RESPONSE_HEADER = "endpoint-load-metrics"
 """Headers of ORCA, Envoy's load reports: a balancer asks for a format and reads the load from the answer."""
 _MAX_LENGTH_DIGITS = 16
 
-Handler = Callable[[Exchange], Awaitable[Response]]
+Result = TypeVar("Result")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+DEFAULT_SEED = "quire.seed"
+"""Key of the ASGI scope that a caller in this process sets: the seed of a request that samples and has none. There are
+no other clients to protect, so its bodies may hold any number of values."""
+MIN_VALUES = 1 << 18
+VALUES_PER_CONTEXT_TOKEN = 4
+"""Values a body may hold, counted by its commas. The parser takes about 100 ns for each and blocks the event loop."""
+OBJECT_VALUES = 4
+"""Parsing one JSON object costs about as much as so many plain values."""
+Handler = Callable[["Exchange"], Awaitable[Response]]
+
+
+class Exchange:
+    """One HTTP request: its id, headers, query and body."""
+
+    def __init__(self, request: Request, state: ServerState) -> None:
+        self.request = request
+        self.state = state
+        given = request.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.size = 0
+        """Bytes of the body, and of the stored conversation it continues."""
+        self._content: bytes | None = None
+        self._body: RequestBody | None = None
+
+    @property
+    def owner(self) -> bytes:
+        """Digest of the API key that the request has shown; empty where the server has no keys."""
+        return self.state.gatekeeper.owner_of(self.request)
+
+    def query_switch(self, name: str, default: bool) -> bool:
+        """Returns a boolean parameter of the query. Raises ValidationError."""
+        text = self.request.query_params.get(name)
+        if text is None:
+            return default
+        if text.lower() not in _SWITCHES:
+            raise ValidationError(f"{name} must be true or false, got {text[:60]!r}", param=name)
+        return _SWITCHES[text.lower()]
+
+    # -- the body -----------------------------------------------------------------------------------------------------
+
+    async def read(self, reader: BodyReader[Body]) -> Body:
+        """Returns the checked body. Raises HttpError or ValidationError."""
+        content = await self.read_bytes()
+        limit = max(MIN_VALUES, VALUES_PER_CONTEXT_TOKEN * self.state.max_model_len)
+        if len(content) <= limit or DEFAULT_SEED in self.request.scope:
+            body = reader.read(content)
+        else:
+            await asyncio.sleep(0)  # each step on a large body takes milliseconds: others may go on between two
+            if content.count(b",") + OBJECT_VALUES * content.count(b"{") > limit:
+                raise HttpError(413, f"the body holds more than {limit} values (or commas); send less at once")
+            await asyncio.sleep(0)
+            body = reader.read(content)
+            await asyncio.sleep(0)
+        self._body = body
+        return body
+
+    async def read_bytes(self) -> bytes:
+        """Returns the body as it came. May be called again. Raises HttpError: 408, 413, 415."""
+        if self._content is not None:
+            return self._content
+        headers, config = self.request.headers, self.state.config
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise HttpError(415, "the body must be JSON, sent with the header Content-Type: application/json")
+        limit = config.max_request_bytes
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for part in self.request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body did not arrive within {config.body_timeout_s:g} s (--body-timeout-s)", close=True
+            ) from None
+        self.size = size
+        self._content = parts[0] if len(parts) == 1 else b"".join(parts)
+        return self._content
+
+    async def convert(self, work: Callable[[], Result]) -> Result:
+        """Returns the result of `work`, which reads all text of the request: on the text thread if it is long."""
+        return work() if self.size <= LONG_TEXT_CHARS else await self.state.engine.text_thread.run(work)
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def with_own_names(self, error: BaseException) -> BaseException:
+        """Returns the error with the field's name as the body spells it."""
+        if isinstance(error, ClientError) and error.param is not None:
+            names = {} if self._body is None else self._body.own_names
+            error.param = names.get(error.param, error.param)
+        return error
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
+        task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(self.request.receive))
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientDisconnect
+        finally:
+            watcher.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes (--max-request-bytes)", close=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(frozen=True)
@@ -209,84 +318,3 @@ def load_report(stats: FrontendStats, format: str) -> str | None:
 def json_response(value: Any, status_code: int = 200) -> Response:
     """Returns an answer in JSON of any value that msgspec can encode."""
     return Response(msgspec.json.encode(value), status_code, media_type="application/json")
-
-
-def select_endpoints(endpoints: Iterable[Endpoint], config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:
-    """Returns those of `endpoints` that the main listener, or the admin one, serves."""
-    found = [endpoint for endpoint in endpoints if endpoint.is_enabled(config)]
-    if is_admin:
-        return [e for e in found if e.access in (Access.ADMIN, Access.OPEN) or e.is_on_admin]
-    with_admin = config.enable_admin and not config.admin_is_apart
-    return [e for e in found if e.access is not Access.ADMIN or with_admin]
-
-
-def make_app(state: ServerState, endpoints: Iterable[Endpoint], *, is_admin: bool = False) -> Starlette:
-    """Returns the application that serves `endpoints`. Raises ConfigError for a middleware that cannot be used."""
-    config = state.config
-    app = Starlette()
-    app.state.server = state
-    app.state.is_admin = is_admin
-    endpoints = list(endpoints)
-    app.state.endpoints = select_endpoints(endpoints, config, is_admin=is_admin)
-    app.state.admin_paths = {endpoint.path for endpoint in endpoints if endpoint.access is Access.ADMIN}
-    for endpoint in app.state.endpoints:
-        add_endpoint(app, endpoint)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    if config.allowed_origins and not is_admin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.allowed_origins),
-            allow_credentials=config.allow_credentials,
-            allow_methods=list(config.allowed_methods),
-            allow_headers=list(config.allowed_headers),
-        )
-    for name in config.middleware:
-        _add_middleware(app, name)
-    if config.root_path:
-        app.add_middleware(_UnderPath, root_path=config.root_path)
-    return app
-
-
-class _UnderPath:
-    """--root-path: the path under which a proxy serves the application, whether the proxy strips it or not."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, "root_path": self._root_path}, receive, send)
-
-
-def add_endpoint(app: Starlette, endpoint: Endpoint) -> None:
-    """Registers a route. Raises TypeError for anything that is no `Endpoint` and so declares no access."""
-    if not isinstance(endpoint, Endpoint) or not isinstance(endpoint.access, Access):
-        raise TypeError(f"{endpoint!r} is no Endpoint with an Access; every route must declare one")
-    app.router.routes.append(Route(endpoint.path, endpoint, methods=list(endpoint.methods)))
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answers what the framework refuses: an unknown route or a wrong method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 404:
-        path = request.scope["path"]
-        return error_response(unknown_route(path, is_admin=path in request.app.state.admin_paths))
-    headers = getattr(error, "headers", None) or {}
-    refusal = http_status_error(status)
-    if status == 405 and "Allow" in headers:
-        refusal = wrong_method(request.method, request.scope["path"], headers["Allow"])
-    response = error_response(refusal)
-    response.headers.update(headers)
-    return response
-
-
-def _add_middleware(app: Starlette, name: str) -> None:
-    """Adds a --middleware: a class, or an async function of (request, call_next), by dotted name."""
-    module_name, _, attribute = name.replace(":", ".").rpartition(".")
-    found: Any = resolve(f"{module_name}:{attribute}")
-    if inspect.isclass(found):
-        app.add_middleware(found)  # type: ignore[arg-type]  # whatever the operator names
-    elif inspect.iscoroutinefunction(found):
-        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
-    else:
-        raise ConfigError(f"--middleware {name} is neither a class nor an async function")

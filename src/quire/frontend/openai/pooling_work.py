@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quire.errors import ClientError
 from quire.frontend.admission import estimate_num_tokens, estimate_text_tokens
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Exchange
 from quire.frontend.openai.protocol.chat import check_template_variables
 from quire.frontend.openai.protocol.completion import Prompt, as_prompts
 from quire.frontend.openai.protocol.pooling import EmbeddingBody, InputBody, PoolingBody, RerankBody

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, ValidationError
 from quire.frontend.admission import estimate_text_tokens
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.auth import shown_key
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Exchange
 from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.chat.format import ChatFormat, ChatPlan
 from quire.frontend.openai.protocol.chat import ChatBody

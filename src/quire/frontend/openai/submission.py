@@ -14,8 +14,8 @@ from quire.config.server import ServerConfig
 from quire.errors import GenerationError, make_error
 from quire.frontend.admission import demand_of
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.http.endpoint import DEFAULT_SEED, Exchange
 from quire.frontend.http.errors import ErrorShape, UnavailableError, error_body
-from quire.frontend.http.exchange import DEFAULT_SEED, Exchange
 from quire.frontend.http.streaming import SERVER_SENT_EVENTS, EventStream, error_event
 from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.output_handler import Output, RequestOutputCollector

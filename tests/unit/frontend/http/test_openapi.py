@@ -12,8 +12,7 @@ import pytest
 from quire.config.server import ServerConfig
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, RequestBody
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.openapi import OTHER_TAG, TAGS, make_openapi, tag_of
 from quire.frontend.openai import routes
 from quire.frontend.openai.app import endpoints_of

@@ -14,10 +14,9 @@ from starlette.applications import Starlette
 from quire.config.server import ServerConfig
 from quire.errors import EngineDeadError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, add_endpoint
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange
 from quire.frontend.new_request import NewRequest, ParsedPrompt
-from quire.frontend.openai.app import ROUTERS, build_app, endpoints_of
+from quire.frontend.openai.app import ROUTERS, add_endpoint, build_app, endpoints_of
 from quire.version import __version__
 
 from .serving import Server, check, client_of

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, Name, Object, PositiveCount, RequestBody, Word
-from quire.frontend.http.endpoint import Endpoint, Handler, QueryParameter, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, Handler, QueryParameter, json_response
 from quire.wire.engine_core import PauseMode
 
 

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.openai.protocol.answer_parts import TokenCount
 from quire.frontend.openai.protocol.chat import MAX_MESSAGES, ChatBody, Messages
 from quire.frontend.openai.rendering import PreparedChat, submit_chats

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.streaming import DONE, encode_json, event
 from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, prompt_logprobs

@@ -14,8 +14,7 @@ from quire.errors import ValidationError
 from quire.frontend.admission import estimate_num_tokens
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.streaming import DONE, encode_json, event
 from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, prompt_logprobs, text_logprobs

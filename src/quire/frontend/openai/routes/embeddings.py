@@ -12,8 +12,7 @@ from starlette.responses import Response
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.openai.pooling_work import (
     answer_head,
     count_tokens,

@@ -6,9 +6,8 @@ from starlette.responses import Response
 
 from quire.errors import ServerError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.errors import HttpError, UnavailableError
-from quire.frontend.http.exchange import Exchange
 from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, choose_format
 from quire.version import __version__
 

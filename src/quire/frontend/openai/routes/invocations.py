@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange
 
 ROUTES: tuple[tuple[str, str], ...] = (
     ("messages", "/v1/chat/completions"),

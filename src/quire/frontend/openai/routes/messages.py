@@ -9,9 +9,8 @@ from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.errors import message_of, status_of
-from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events, arguments_of
 from quire.frontend.openai.chat.format import ChatFormat

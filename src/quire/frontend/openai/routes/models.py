@@ -7,8 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.state import ServerState, hash_model
 
 

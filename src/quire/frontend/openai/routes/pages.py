@@ -20,9 +20,8 @@ from quire.config.model import ASSETS_DIR
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.auth import Access
-from quire.frontend.http.endpoint import Endpoint, QueryParameter, json_response
+from quire.frontend.http.endpoint import Endpoint, Exchange, QueryParameter, json_response
 from quire.frontend.http.engine_view import describe_engine
-from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.openapi import make_openapi
 from quire.version import __version__
 

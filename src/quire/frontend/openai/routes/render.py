@@ -15,9 +15,8 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.errors import ErrorShape, HttpError, error_body
-from quire.frontend.http.exchange import Exchange
 from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from quire.errors import ClientError, OverloadedError, ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, QueryParameter, json_response
+from quire.frontend.http.endpoint import Endpoint, Exchange, QueryParameter, json_response
 from quire.frontend.http.errors import note_error
-from quire.frontend.http.exchange import Exchange
 from quire.frontend.http.state import Lifecycle
 from quire.frontend.openai.protocol.response_items import Message, messages_of, with_instructions
 from quire.frontend.openai.protocol.responses import ResponsesBody

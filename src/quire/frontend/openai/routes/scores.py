@@ -11,8 +11,7 @@ from starlette.responses import Response
 from quire.frontend.admission import estimate_text_tokens
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.input_processor import parse_prompt
 from quire.frontend.openai.pooling_work import (
     answer_head,

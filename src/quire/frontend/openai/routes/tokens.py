@@ -9,8 +9,7 @@ from starlette.responses import Response
 from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, Name, Object, RequestBody, Text, TokenIds
-from quire.frontend.http.endpoint import Endpoint, json_response
-from quire.frontend.http.exchange import Exchange
+from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.openai.protocol.chat import Messages, Tools, check_template_variables, tools_for_template
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.text.tokenizer import Tokenizer
