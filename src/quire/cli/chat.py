@@ -24,7 +24,7 @@ from quire.cli.option_groups import (
     validate_remote,
 )
 from quire.cli.remote.models import REMOTE_SERVER, RemoteChatModel
-from quire.cli.terminal import Style
+from quire.cli.terminal import Style, write_file
 from quire.errors import ClientError, ConfigError, GenerationError, nearest
 from quire.resolve import resolve
 
@@ -80,10 +80,7 @@ def _system(session: ChatSession, argument: str) -> str:
 
 def _save(session: ChatSession, argument: str) -> str:
     path = _path(argument, "/save")
-    try:
-        path.write_text(json.dumps(session.to_json(), ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"/save {path}: {e.strerror or e}") from None
+    write_file(path, json.dumps(session.to_json(), ensure_ascii=False, indent=2) + "\n", "/save")
     return f"saved {len(session.messages)} messages to {path}"
 
 
@@ -254,10 +251,7 @@ LineReader = Callable[[str], str]
 
 
 def read_message(read_line: LineReader) -> str | None:
-    """Returns the next message, which may span lines (a trailing backslash, triple quotes);
-
-    None at the end of the input.
-    """
+    """Returns the next message, which may span lines (a trailing backslash, triple quotes); None at the end."""
     try:
         line = read_line("> ")
     except EOFError:

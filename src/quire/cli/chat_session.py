@@ -40,10 +40,7 @@ class ChatModel(Protocol):
     max_model_len: int | None
 
     def longest_answer(self, params: Mapping[str, Any]) -> int | None:
-        """Returns the limit in tokens that `params` or the model set.
-
-        Raises ValidationError for parameters out of bounds.
-        """
+        """Returns the limit in tokens that `params` or the model set. Raises ValidationError for bad parameters."""
 
     def render(self, messages: Sequence[Message]) -> ChatPrompt:
         """Returns the prompt that `answer` takes. Raises ClientError."""

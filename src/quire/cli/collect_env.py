@@ -60,10 +60,7 @@ def collect_facts() -> dict[str, dict[str, Any]]:
 
 
 def quire_variables() -> dict[str, str]:
-    """Returns every QUIRE_* variable that is set. Secrets are redacted;
-
-    unknown names, with which Quire does not start, are marked.
-    """
+    """Returns every QUIRE_* variable that is set, secrets redacted, unknown names (Quire refuses to start) marked."""
     known = {v.name for v in envs.ENV_VARS}
     return {
         name: redact(name, value) + ("" if name in known else "  (not known to Quire)")

@@ -201,10 +201,7 @@ class TextPrinter:
 
 
 class JsonPrinter:
-    """Prints one JSON line per finished prompt, in the order they finish.
-
-    Counts come from the `timings` of the prompts.
-    """
+    """Prints one JSON line per finished prompt, in the order they finish, with the counts of its `timings`."""
 
     def __init__(self, prompts: Sequence[str], timings: Sequence[RequestTiming]) -> None:
         self._prompts = prompts

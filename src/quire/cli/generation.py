@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quire.cli.remote.protocol import Usage
 from quire.config.engine_args import EngineArgs
 from quire.outputs import RequestOutput
 from quire.resolve import resolve
@@ -66,6 +67,13 @@ class RequestTiming:
         if new_tokens:
             self.num_output_tokens += new_tokens
             self.stamp(now)
+
+    def take_usage(self, usage: Usage | None) -> None:
+        """Takes over the counts of a server, where it has sent some."""
+        if usage is not None:
+            self.num_prompt_tokens = usage.prompt_tokens or 0
+            self.num_cached_tokens = usage.cached_tokens
+            self.num_output_tokens = usage.completion_tokens or self.num_output_tokens
 
     def stamp(self, now: float) -> None:
         """Records that tokens arrived at `now`."""

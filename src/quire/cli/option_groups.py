@@ -178,14 +178,8 @@ SAMPLING_HELP: dict[str, str] = {
 }
 """One line per field that the command line offers. The others have no meaning in a terminal."""
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "list[int]": int,
-    "list[str]": str,
-    "bool": str,
-}
+_READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "list[int]": int}
+"""Readers of the kinds of fields that are not text."""
 _DEFAULTS = SamplingParams()
 
 
@@ -222,7 +216,7 @@ def _sampling_option(bound: FieldBound, help_text: str) -> Option:
         name=bound.name,
         help=help_text,
         group="Sampling",
-        parse=parse_json_object if is_json else _READERS[bound.kind],
+        parse=parse_json_object if is_json else _READERS.get(bound.kind, str),
         metavar="JSON" if is_json else None,
         default=getattr(_DEFAULTS, bound.name) if bound.kind == "bool" else None,
         is_switch=bound.kind == "bool",

@@ -233,10 +233,7 @@ class Rerun:
                     tasks.create_task(_serve(engine, str(number), request, prompt, start))
 
     def _make_prompt(self, number: int, ids: IdRange) -> list[int]:
-        """Returns tokens that depend on the recorded block hashes;
-
-        those after the last full block are the request's own.
-        """
+        """Returns tokens that depend on the recorded block hashes; those after the last full block are its own."""
         request = self._requests[number]
         add = request.add
         if add.prompt is not None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import TextIO
+
+from quire.errors import ConfigError
 
 _CODES = {
     "bold": "1",
@@ -34,6 +37,14 @@ class Style:
     def printable(self, text: str) -> str:
         """Returns `text` without the control characters with which a model's output could steer a terminal."""
         return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if self.is_terminal else text
+
+
+def write_file(path: str | Path, text: str, flag: str) -> None:
+    """Writes the file that `flag` names. Raises ConfigError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{flag} {path}: {e.strerror or e}") from None
 
 
 def human_bytes(count: float) -> str:

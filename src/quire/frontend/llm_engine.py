@@ -19,12 +19,11 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError
 from quire.frontend.admission import count_requests
 from quire.frontend.client.base import EngineCoreClient, make_client
-from quire.frontend.deadlines import TIMEOUT_S, Deadlines, deadline_error
 from quire.frontend.metrics.collect.ledger import Receipt
 from quire.frontend.metrics.publish.snapshot import Metric, read_metrics
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, PromptType
-from quire.frontend.request_pipeline import RequestPipeline, load_tokenizer
+from quire.frontend.request_pipeline import TIMEOUT_S, Deadlines, RequestPipeline, deadline_error, load_tokenizer
 from quire.frontend.session import SessionInput
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.interrupts import InterruptShield

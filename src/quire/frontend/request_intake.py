@@ -1,7 +1,8 @@
 """The way of a request into the engine from asyncio: admission, tokenizing, a reader, a deadline, the core. And its
 end.
 
-`SessionFeed` sends the inputs of a streaming-input session as its user's generator yields them.
+`RequestTimers` sets one timer of the event loop for the deadlines and stalled readers of all requests. `SessionFeed`
+sends the inputs of a streaming-input session as its user's generator yields them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from quire.config.engine import EngineConfig
-from quire.errors import EngineDeadError, SlowClientError, ValidationError
+from quire.errors import EngineDeadError, QuireError, SlowClientError, ValidationError
 from quire.frontend.admission import (
     AdmissionControl,
     Reservation,
@@ -24,11 +25,10 @@ from quire.frontend.admission import (
     max_output_tokens,
 )
 from quire.frontend.client.base import AsyncEngineCoreClient
-from quire.frontend.deadlines import TIMEOUT_S, Expired, RequestTimers, deadline_error
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.new_request import NewRequest, ParsedPrompt
 from quire.frontend.output_handler import RequestOutputCollector
-from quire.frontend.request_pipeline import RequestPipeline
+from quire.frontend.request_pipeline import TIMEOUT_S, Deadlines, RequestPipeline, deadline_error
 from quire.frontend.session import StreamingInput
 from quire.frontend.text.tokenizer import LONG_TEXT_CHARS
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
@@ -67,6 +67,92 @@ class TextThread:
     def close(self) -> None:
         """Ends the thread. Work that has not begun is cancelled."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+SWEEPS_PER_TIMEOUT = 10
+"""Number of looks for stalled readers per timeout: a reader is cut at most two tenths of its time late."""
+
+Expired = list[tuple[RequestOutputCollector, QuireError]]
+
+
+class RequestTimers:
+    """Calls `on_expired` with the requests that must end, and why. Requests that end by themselves need no call.
+
+    A reader is stalled when output was ready and it took none for `slow_client_timeout_s` (0: no limit). The timers
+    belong to the loop that is running at the first `watch`.
+    """
+
+    def __init__(self, slow_client_timeout_s: float, on_expired: Callable[[Expired], None]) -> None:
+        self._slow_timeout_s = slow_client_timeout_s
+        self._on_expired = on_expired
+        self._deadlines: Deadlines[tuple[RequestOutputCollector, float]] = Deadlines(lambda item: item[0].is_final)
+        """Requests and the time they were given."""
+        self._readers: dict[RequestOutputCollector, tuple[int, float] | None] = {}
+        """Live requests. With output ready: how many outputs their reader had taken when that was first seen, and
+        when."""
+        self._next_sweep = 0.0
+        self._timer: asyncio.Handle | None = None
+        self._rings_at = 0.0
+        """Time the timer is set to: timers of uvloop do not show it."""
+
+    def watch(self, collector: RequestOutputCollector, start: float = 0.0, timeout_s: float | None = None) -> None:
+        """Watches a request. It has `timeout_s` (None: no limit) from `start`, on the loop's clock, to its end."""
+        loop = asyncio.get_running_loop()
+        if timeout_s is not None:
+            self._deadlines.add((collector, timeout_s), start + timeout_s)
+        if self._slow_timeout_s:
+            if not self._readers:
+                self._next_sweep = loop.time() + self._slow_timeout_s / SWEEPS_PER_TIMEOUT
+            self._readers[collector] = None
+        self._set_timer(loop)
+
+    def stop(self) -> None:
+        """Stops watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._readers.clear()
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        due = self._deadlines.next_due
+        if self._readers:
+            due = self._next_sweep if due is None else min(due, self._next_sweep)
+        if due is None or (self._timer is not None and self._rings_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._rings_at = loop.call_at(due, self._ring, loop), due
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        now = loop.time()
+        expired: Expired = [
+            (collector, deadline_error(timeout_s)) for collector, timeout_s in self._deadlines.take_due(now)
+        ]
+        if self._readers and now >= self._next_sweep:
+            expired += self._sweep(now)
+            self._next_sweep = now + self._slow_timeout_s / SWEEPS_PER_TIMEOUT
+        if expired:
+            self._on_expired(expired)
+        self._set_timer(loop)
+
+    def _sweep(self, now: float) -> Expired:
+        stalled: Expired = []
+        for collector, seen in list(self._readers.items()):
+            if collector.is_final:
+                del self._readers[collector]
+            elif not collector.has_output:
+                self._readers[collector] = None
+            elif seen is None or seen[0] != collector.num_taken:
+                self._readers[collector] = collector.num_taken, now
+            elif now - seen[1] >= self._slow_timeout_s:
+                stalled.append((collector, self._slow_client_error()))
+        return stalled
+
+    def _slow_client_error(self) -> SlowClientError:
+        return SlowClientError(
+            f"slow_client: nobody took the request's output for {self._slow_timeout_s:g} s "
+            "(--slow-client-timeout-s); it was aborted"
+        )
 
 
 class RequestIntake:

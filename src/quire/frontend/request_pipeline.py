@@ -1,18 +1,23 @@
 """The common part of `LLMEngine` and `AsyncLLM`: a request on its way down, its outputs on their way up.
 
 It has everything but the engine core and the loop around it: validation, the state of live requests, statistics.
+`Deadlines` holds which of many items is due next; it reads no clock.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
-from quire.errors import PromptTooLongError, ValidationError
+from quire.errors import DeadlineExceededError, PromptTooLongError, ValidationError
+from quire.field_bounds import FieldBound
 from quire.frontend.input_processor import InputProcessor, parse_prompt
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
@@ -192,3 +197,56 @@ def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
         tokenizer.use_chat_template(model_config.chat_template)
     stamp("tokenizer")
     return tokenizer
+
+
+T = TypeVar("T")
+TIMEOUT_S = FieldBound("timeout_s", "float", 0, 1e9, exclusive_minimum=True, optional=True)
+MIN_COMPACTION = 64
+
+
+class Deadlines(Generic[T]):
+    """Items and their deadlines. An item that `is_over` need not be taken out: it is forgotten in time.
+
+    Memory stays within twice the live items: when as many are over, they are swept out.
+    """
+
+    def __init__(self, is_over: Callable[[T], bool]) -> None:
+        self._is_over = is_over
+        self._heap: list[tuple[float, int, T]] = []
+        self._count = itertools.count()
+        self._compact_at = MIN_COMPACTION
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, item: T, due: float) -> None:
+        """Adds an item that is due at `due`, on the caller's clock."""
+        heapq.heappush(self._heap, (due, next(self._count), item))
+        if len(self._heap) > self._compact_at:
+            self._heap = [entry for entry in self._heap if not self._is_over(entry[2])]
+            heapq.heapify(self._heap)
+            self._compact_at = max(MIN_COMPACTION, 2 * len(self._heap))
+
+    @property
+    def next_due(self) -> float | None:
+        """Time of the earliest deadline; None: there is none."""
+        while self._heap and self._is_over(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take_due(self, now: float) -> list[T]:
+        """Takes out and returns the items that are due and not over, earliest first."""
+        due = []
+        while self._heap and self._heap[0][0] <= now:
+            item = heapq.heappop(self._heap)[2]
+            if not self._is_over(item):
+                due.append(item)
+        return due
+
+
+def deadline_error(timeout_s: float) -> DeadlineExceededError:
+    """Returns the error that the reader of an overdue request gets."""
+    return DeadlineExceededError(
+        f"deadline_exceeded: the request was not finished within {timeout_s:g} s; it was ended there "
+        "(timeout_s, --request-timeout-s)"
+    )

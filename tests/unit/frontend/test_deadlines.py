@@ -9,8 +9,9 @@ import pytest
 import uvloop
 
 from quire.errors import DeadlineExceededError, QuireError, SlowClientError
-from quire.frontend.deadlines import MIN_COMPACTION, SWEEPS_PER_TIMEOUT, Deadlines, Expired, RequestTimers
 from quire.frontend.output_handler import RequestOutputCollector
+from quire.frontend.request_intake import SWEEPS_PER_TIMEOUT, Expired, RequestTimers
+from quire.frontend.request_pipeline import MIN_COMPACTION, Deadlines
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind
 

@@ -39,10 +39,7 @@ _WORDS = tuple(_TEXT.split(" "))
 
 @dataclass(frozen=True)
 class Material:
-    """The material of synthetic prompts:
-
-    token ids of plain words (empty where the server has no /tokenize), and the tokens of a word.
-    """
+    """Token ids of plain words for synthetic prompts (empty where the server has no /tokenize), and tokens per word."""
 
     token_ids: tuple[int, ...] = ()
     tokens_per_word: float = 1.0
@@ -199,9 +196,7 @@ class TraceRow:
 
 
 def read_sharegpt(path: Path, output_len: Lengths | None, seed: int) -> FileDataset:
-    """Reads the first questions of a JSON list of {"conversations": [{"from": "human", "value": ...}, {"from":
-
-    "gpt", ...}]}.
+    """Reads the first questions of a JSON list of {"conversations": [{"from": "human", "value": ...}, ...]}.
 
     An output is as long as the answer in the file, or drawn from `output_len`. Raises ConfigError.
     """

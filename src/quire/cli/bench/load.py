@@ -161,10 +161,7 @@ class Sender:
 
         def on_chunk(chunk: Chunk) -> None:
             nonlocal num_chunks
-            if chunk.usage is not None:
-                timing.num_prompt_tokens = chunk.usage.prompt_tokens or 0
-                timing.num_cached_tokens = chunk.usage.cached_tokens
-                timing.num_output_tokens = chunk.usage.completion_tokens or timing.num_output_tokens
+            timing.take_usage(chunk.usage)
             if chunk.choices and _has_output(chunk.choices[0], timing):
                 timing.stamp(self._clock())
                 num_chunks += 1

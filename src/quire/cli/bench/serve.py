@@ -40,7 +40,7 @@ from quire.cli.command_line import Arguments, CommandLine
 from quire.cli.machine import cpu_facts
 from quire.cli.option_groups import engine_args, engine_options, validate_remote
 from quire.cli.remote.protocol import ModelCard, ServerAddress, given_api_key
-from quire.cli.terminal import Style
+from quire.cli.terminal import Style, write_file
 from quire.errors import ConfigError
 from quire.resolve import resolve
 
@@ -175,7 +175,7 @@ def _report(args: Arguments, address: ServerAddress, card: ModelCard, plan: Load
     for warning in warnings(done.levels):
         print(style.paint(f"warning: {warning}", "yellow"), file=sys.stderr)
     if args["save_result"] is not None:
-        _write(Path(args["save_result"]), json.dumps(content, indent=2) + "\n", "--save-result")
+        write_file(args["save_result"], json.dumps(content, indent=2) + "\n", "--save-result")
     is_sweep = len(done.levels) > 1
     charts = sweep_charts(done.levels, plan.slo) if is_sweep else run_charts(done.levels[0])
     for path in args["plot"] or ():
@@ -210,13 +210,6 @@ def _facts(args: Arguments, address: ServerAddress, card: ModelCard) -> dict[str
 def _check_result_path(path: str | None) -> None:
     if path is not None and not Path(path).parent.is_dir():
         raise ConfigError(f"--save-result {path}: there is no directory {Path(path).parent}")
-
-
-def _write(path: Path, text: str, flag: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"{flag} {path}: {e.strerror or e}") from None
 
 
 def format_run(heading: str, run: ServeRun) -> str:

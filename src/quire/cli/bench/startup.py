@@ -80,9 +80,7 @@ def flag_words(args: Arguments) -> list[str]:
 
 
 def run_once(command: list[str], files_to_forget: list[Path]) -> dict[str, Any]:
-    """Runs one start.
-
-    Returns its report (frontend/tracing.py) with `spawned_s`, the time at which this process began it.
+    """Runs one start. Returns its report (frontend/tracing.py) with `spawned_s`, the time at which it was begun.
 
     Raises EngineDeadError if the command fails or takes longer than `TIMEOUT_S`.
     """

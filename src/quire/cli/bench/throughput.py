@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from quire import __version__
@@ -17,6 +16,7 @@ from quire.cli.command_line import Arguments, CommandLine, Option
 from quire.cli.generation import Engine, RequestTiming, make_engine
 from quire.cli.machine import cpu_facts
 from quire.cli.option_groups import engine_args, engine_options
+from quire.cli.terminal import write_file
 from quire.config.model import resolve_dtype_name
 from quire.errors import ConfigError, GenerationError
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -60,11 +60,7 @@ def run_benchmark(args: Arguments, name: str, make_requests: MakeRequests) -> in
 def report(figures: dict[str, Any], args: Arguments, format: Callable[[dict[str, Any]], str] | None = None) -> None:
     """Prints `figures` through `format` or as --json asks, and writes --output-json."""
     if args["output_json"] is not None:
-        path = Path(args["output_json"])
-        try:
-            path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        except OSError as e:
-            raise ConfigError(f"--output-json {path}: {e.strerror or e}") from None
+        write_file(args["output_json"], json.dumps(figures, indent=2) + "\n", "--output-json")
     print(json.dumps(figures) if args["json"] else (format or format_table)(figures))
 
 

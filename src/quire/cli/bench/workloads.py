@@ -84,19 +84,10 @@ def _named(text: str, name: str, numbers: list[float]) -> Lengths:
     if not all(0 < number <= MAX_LENGTH for number in numbers):
         raise ValueError
 
-    def normal(sd: float) -> Callable[[random.Random], float]:
-        return lambda rng: rng.gauss(mean, sd)
-
-    def lognormal(sigma: float) -> Callable[[random.Random], float]:
-        return lambda rng: rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
-
-    def exponential() -> Callable[[random.Random], float]:
-        return lambda rng: rng.expovariate(1 / mean)
-
     makers: dict[str, Callable[..., Callable[[random.Random], float]]] = {
-        "normal": normal,
-        "lognormal": lognormal,
-        "exponential": exponential,
+        "normal": lambda sd: lambda rng: rng.gauss(mean, sd),
+        "lognormal": lambda sigma: lambda rng: rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma),
+        "exponential": lambda: lambda rng: rng.expovariate(1 / mean),
     }
     return Lengths(text, makers[name](*numbers[1:]), None)
 

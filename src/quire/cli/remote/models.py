@@ -78,10 +78,7 @@ class RemoteChatModel:
 
 
 def _pieces(chunk: Chunk, now: float, timing: RequestTiming) -> Generator[AnswerPiece, None, None]:
-    if chunk.usage is not None:
-        timing.num_prompt_tokens = chunk.usage.prompt_tokens or 0
-        timing.num_cached_tokens = chunk.usage.cached_tokens
-        timing.num_output_tokens = chunk.usage.completion_tokens or timing.num_output_tokens
+    timing.take_usage(chunk.usage)
     for choice in chunk.choices[:1]:
         delta = choice.delta or Delta()
         if delta.has_output:
@@ -147,10 +144,7 @@ class RemoteCompletions:
             if outputs and (timing.first_token_s is None or any(o.text or o.token_ids for o in outputs)):
                 timing.stamp(arrival.now)
                 timing.num_output_tokens += sum(len(o.token_ids) or bool(o.text) for o in outputs)
-            if chunk.usage is not None:
-                timing.num_prompt_tokens = chunk.usage.prompt_tokens or 0
-                timing.num_cached_tokens = chunk.usage.cached_tokens
-                timing.num_output_tokens = chunk.usage.completion_tokens or timing.num_output_tokens
+            timing.take_usage(chunk.usage)
         else:
             words = str(arrival.error or f"{self._server.address} ended its answer without a reason")
             left = [i for i in range(self._num_outputs) if (number, i) not in self._ended]

@@ -213,9 +213,7 @@ class MPClient(ABC):
         input_socket = make_zmq_socket(context, addresses.input_address, zmq.ROUTER, bind=True)
         output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
         index = addresses.client_index
-        if (
-            addresses.is_judged
-        ):  # the owner reports that there is no core any more; until then others' suspects may be tried
+        if addresses.is_judged:  # its owner reports the end of the core; until then others' suspects may be tried
             return AttachedLinkThread(MemberLink(index), input_socket, output_socket, sink, math.inf)
         link = EngineLink(index, is_shared=True)
         return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())

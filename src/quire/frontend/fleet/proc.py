@@ -39,7 +39,7 @@ from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger, RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
 from quire.frontend.openai.app import add_parts, build_app
-from quire.frontend.openai.responses.store import ServerResponses
+from quire.frontend.openai.responses.store import OPERATIONS, ServerResponses
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.logger import init_logger
 from quire.resolve import resolve
@@ -66,11 +66,8 @@ class PeerServices:
             "convict": self._convict,
             "core_gone": self._note_core_gone,
             "stop": self._end,
-            "show_response": responses.show,
-            "cancel_response": responses.cancel,
-            "delete_response": responses.delete,
             "response_events": responses.events_from,
-            "conversation": responses.conversation,
+            **{name: partial(operation, responses) for name, operation in OPERATIONS.items()},
         }
 
     async def handle(self, call: PeerMessage) -> Any:

@@ -25,9 +25,9 @@ from quire.version import __version__
 REF = "#/components/schemas/{name}"
 TAGS: Mapping[str, tuple[str, ...]] = {
     "Generation": ("chat", "completions", "responses", "messages", "ollama", "batch", "invocations"),
-    "Embeddings, classes and scores": ("embeddings", "scores"),
+    "Embeddings, classes and scores": ("pooling",),
     "Tokens and prompts": ("tokens", "render"),
-    "The server": ("models", "health", "pages"),
+    "The server": ("server", "pages"),
     "Administration": ("admin",),
 }
 """Groups of files of `routes/`. Routes from other places are under OTHER_TAG."""

@@ -16,7 +16,7 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.openai.routes.embeddings import PROMPT_NAMES, encode_vectors, prefix_of
+from quire.frontend.openai.routes.pooling import PROMPT_NAMES, encode_vectors, prefix_of
 from quire.testing.tiny_models import make_tiny_checkpoint
 
 from .serving import Server

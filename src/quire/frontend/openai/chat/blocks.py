@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.frontend.openai.chat.output import ChatParser, Delta
+from quire.outputs import RequestOutput
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -58,8 +59,19 @@ class BlockReader:
 
     def __init__(self, parser: ChatParser) -> None:
         self.blocks: list[Block] = []
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
         self._parser = parser
         self._open: Block | None = None
+
+    def read(self, output: RequestOutput) -> Events:
+        """Counts the tokens of an output with one completion, and yields its events."""
+        (completion,) = output.outputs
+        self.num_prompt_tokens = len(output.prompt_token_ids or ())
+        self.num_output_tokens += len(completion.token_ids)
+        yield from self.feed(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            yield from self.finish()
 
     def feed(self, text: str, token_ids: Sequence[int]) -> Events:
         """Yields the events of new text."""

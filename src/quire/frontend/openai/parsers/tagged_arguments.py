@@ -260,19 +260,15 @@ def _is_choice(schema: object) -> bool:
     return isinstance(schema, Mapping) and ("anyOf" in schema or "oneOf" in schema)
 
 
-def make_qwen_coder(tools: Iterable[Mapping[str, Any]]) -> Program:
-    """Returns the program for answers to a request with these tools."""
-    return partial(parse_functions, _QWEN, types_in(tools))
+def _make(layout: _Layout, tools: Iterable[Mapping[str, Any]]) -> Program:
+    return partial(parse_functions, layout, types_in(tools))
 
 
-def make_seed(tools: Iterable[Mapping[str, Any]]) -> Program:
-    """Returns the program for answers to a request with these tools."""
-    return partial(parse_functions, _SEED, types_in(tools))
-
-
-def make_minimax(tools: Iterable[Mapping[str, Any]]) -> Program:
-    """Returns the program for answers to a request with these tools."""
-    return partial(parse_functions, _MINIMAX, types_in(tools))
+MakeProgram = Callable[[Iterable[Mapping[str, Any]]], Program]
+"""Makes the program for answers to a request with these tools."""
+make_qwen_coder: MakeProgram = partial(_make, _QWEN)
+make_seed: MakeProgram = partial(_make, _SEED)
+make_minimax: MakeProgram = partial(_make, _MINIMAX)
 
 
 def make_glm(tools: Iterable[Mapping[str, Any]]) -> Program:
@@ -283,18 +279,3 @@ def make_glm(tools: Iterable[Mapping[str, Any]]) -> Program:
 def is_qwen_coder(template: str) -> bool:
     """Returns whether a chat template asks for Qwen3-Coder's format."""
     return _QWEN.function in template and _QWEN.key in template and _SEED.outer not in template
-
-
-def is_seed(template: str) -> bool:
-    """Returns whether a chat template asks for Seed-OSS's format."""
-    return _SEED.outer in template and _SEED.function in template
-
-
-def is_minimax(template: str) -> bool:
-    """Returns whether a chat template asks for MiniMax M2's format."""
-    return _MINIMAX.outer in template and _MINIMAX.function in template
-
-
-def is_glm(template: str) -> bool:
-    """Returns whether a chat template asks for GLM's format."""
-    return _GLM.key in template and _GLM.value in template

@@ -34,10 +34,8 @@ from quire.frontend.openai.parsers.pythonic import (
     parse_pythonic,
 )
 from quire.frontend.openai.parsers.tagged_arguments import (
-    is_glm,
-    is_minimax,
+    MakeProgram,
     is_qwen_coder,
-    is_seed,
     make_glm,
     make_minimax,
     make_qwen_coder,
@@ -80,6 +78,11 @@ def _marked(program: Program, *signs: str) -> ToolParserSpec:
     return ToolParserSpec(program, keeps_special_tokens=True, recognizes=_has(*signs) if signs else lambda _: False)
 
 
+def _typed(make: MakeProgram, *signs: str) -> ToolParserSpec:
+    """Returns a row as `_marked` does, for a format that cannot be read without knowing the tools."""
+    return replace(_marked(make(()), *signs), with_tools=make)
+
+
 _LLAMA, _DEEPSEEK, _HERMES = (_marked(program) for program in (parse_llama, parse_deepseek, parse_hermes))
 
 TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
@@ -90,8 +93,8 @@ TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
         "deepseek_v31": _DEEPSEEK,
         "ernie45": replace(_HERMES, recognizes=_has("<tool_call>", "<response>")),
         "gemma4": _marked(parse_gemma4, "<|tool_call>", "<tool_call|>"),
-        "glm45": ToolParserSpec(make_glm(()), with_tools=make_glm, keeps_special_tokens=True, recognizes=is_glm),
-        "glm47": ToolParserSpec(make_glm(()), with_tools=make_glm, keeps_special_tokens=True),
+        "glm45": _typed(make_glm, "<arg_key>", "<arg_value>"),
+        "glm47": _typed(make_glm),
         "granite": _marked(parse_granite, "<|tool_call|>", "<|start_of_role|>"),
         "granite4": replace(_HERMES, recognizes=_has("<tool_call>", "arguments", "<|start_of_role|>")),
         "hermes": ToolParserSpec(parse_hermes, recognizes=is_hermes),
@@ -103,9 +106,7 @@ TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
         "llama3_json": _LLAMA,
         "llama4_json": _LLAMA,
         "llama4_pythonic": _marked(parse_llama4_pythonic),
-        "minimax_m2": ToolParserSpec(
-            make_minimax(()), with_tools=make_minimax, keeps_special_tokens=True, recognizes=is_minimax
-        ),
+        "minimax_m2": _typed(make_minimax, "<minimax:tool_call>", '<invoke name="'),
         "mistral": replace(_marked(parse_mistral, "[TOOL_CALLS]"), make_call_id=make_mistral_id),
         "olmo3": ToolParserSpec(parse_olmo3, recognizes=_has("<function_calls>", "</function_calls>")),
         "openai": replace(_marked(parse_harmony), reads_reasoning=True, recognizes=is_harmony),
@@ -113,7 +114,7 @@ TOOL_PARSERS: Mapping[str, ToolParserSpec] = MappingProxyType(
         "pythonic": ToolParserSpec(parse_pythonic),
         "qwen3_coder": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder, recognizes=is_qwen_coder),
         "qwen3_xml": ToolParserSpec(make_qwen_coder(()), with_tools=make_qwen_coder),
-        "seed_oss": ToolParserSpec(make_seed(()), with_tools=make_seed, keeps_special_tokens=True, recognizes=is_seed),
+        "seed_oss": _typed(make_seed, "<seed:tool_call>", "<function="),
     }
 )
 """Rows by the names of vLLM's --tool-call-parser."""

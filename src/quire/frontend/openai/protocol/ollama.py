@@ -39,19 +39,11 @@ class Options(msgspec.Struct):
 
     def as_fields(self) -> dict[str, Any]:
         """Returns the options as fields of OpenAI's requests."""
-        limit = self.num_predict
-        return {
-            "max_tokens": limit if limit is not None and limit > 0 else None,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "seed": None if self.seed is None or self.seed < 0 else self.seed,
-            "stop": self.stop,
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-        }
+        fields = msgspec.structs.asdict(self)
+        limit, seed = fields.pop("num_predict"), fields["seed"]
+        fields["repetition_penalty"] = fields.pop("repeat_penalty")
+        fields["seed"] = None if seed is None or seed < 0 else seed
+        return fields | {"max_tokens": limit if limit is not None and limit > 0 else None}
 
 
 class CalledFunction(msgspec.Struct):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -204,9 +204,10 @@ class LocalResponses:
         await _end(stored)
         return stored.as_json()
 
-    async def delete(self, owner: bytes, response_id: str) -> None:
+    async def delete(self, owner: bytes, response_id: str) -> bytes:
         """Deletes a response, after cancelling it if it is under way."""
         await _end(self.store.delete(owner, response_id))
+        return b""
 
     async def conversation(self, owner: bytes, response_id: str) -> bytes:
         """Returns the conversation up to and with the answer, a JSON list of messages. Raises ValidationError if the
@@ -243,6 +244,15 @@ async def _end(stored: StoredResponse) -> None:
         await asyncio.wait({task})
 
 
+OPERATIONS: Mapping[str, Callable[[LocalResponses, bytes, str], Awaitable[bytes]]] = {
+    "show_response": LocalResponses.show,
+    "cancel_response": LocalResponses.cancel,
+    "delete_response": LocalResponses.delete,
+    "conversation": LocalResponses.conversation,
+}
+"""Operations on one response, by their names between the processes."""
+
+
 class ServerResponses:
     """The same operations on the stored responses of all processes of the server."""
 
@@ -261,34 +271,12 @@ class ServerResponses:
         index = 0 if found is None else int(found[1])
         return index if 1 <= index <= self._member.num_processes and index != self._member.index else None
 
-    async def show(self, owner: bytes, response_id: str) -> bytes:
-        """Returns the response in its current state, as JSON."""
+    async def call(self, operation: str, owner: bytes, response_id: str) -> bytes:
+        """Returns the result of one of `OPERATIONS`, in the process that stores the response."""
         home = self._home(response_id)
         if home is None:
-            return await self.local.show(owner, response_id)
-        return bytes(await self._member.peers.call(home, "show_response", owner, response_id))
-
-    async def cancel(self, owner: bytes, response_id: str) -> bytes:
-        """Cancels a background response and returns it as JSON."""
-        home = self._home(response_id)
-        if home is None:
-            return await self.local.cancel(owner, response_id)
-        return bytes(await self._member.peers.call(home, "cancel_response", owner, response_id))
-
-    async def delete(self, owner: bytes, response_id: str) -> None:
-        """Deletes a response."""
-        home = self._home(response_id)
-        if home is None:
-            await self.local.delete(owner, response_id)
-        else:
-            await self._member.peers.call(home, "delete_response", owner, response_id)
-
-    async def conversation(self, owner: bytes, response_id: str) -> bytes:
-        """Returns the conversation up to and with the answer."""
-        home = self._home(response_id)
-        if home is None:
-            return await self.local.conversation(owner, response_id)
-        return bytes(await self._member.peers.call(home, "conversation", owner, response_id))
+            return bytes(await OPERATIONS[operation](self.local, owner, response_id))
+        return bytes(await self._member.peers.call(home, operation, owner, response_id))
 
     async def follow(self, owner: bytes, response_id: str, start: int) -> AsyncGenerator[bytes, None]:
         """Returns an iterator over the events from number `start` on."""

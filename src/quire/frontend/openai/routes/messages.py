@@ -12,7 +12,7 @@ from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.errors import message_of, status_of
 from quire.frontend.http.streaming import encode_json
-from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, Events, arguments_of
+from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, arguments_of
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.chat.output import ChatParser
 from quire.frontend.openai.protocol.messages import CountTokensBody, MessagesBody
@@ -74,11 +74,9 @@ class MessageWriter:
         self._id = request_id
         self._model = model
         self._reader = BlockReader(parser)
-        self._num_input_tokens = 0
-        self._num_output_tokens = 0
 
     def _usage(self) -> dict[str, int]:
-        return {"input_tokens": self._num_input_tokens, "output_tokens": self._num_output_tokens}
+        return {"input_tokens": self._reader.num_prompt_tokens, "output_tokens": self._reader.num_output_tokens}
 
     def _message(self, content: list[dict[str, Any]], ending: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "content": content, "model": self._model}
@@ -86,7 +84,7 @@ class MessageWriter:
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Returns the answer as one object."""
-        for _ in self._read(output):
+        for _ in self._reader.read(output):
             pass
         content = [_block(block) for block in self._reader.blocks]
         return self._message(content, self._ending(output.outputs[0]))
@@ -95,11 +93,11 @@ class MessageWriter:
         """Yields the answer as Anthropic's events."""
         ending, has_begun = _NO_ENDING, False
         async for _, output in submission.outputs():
-            events = b"".join(map(_block_event, self._read(output)))
+            events = b"".join(map(_block_event, self._reader.read(output)))
             if not has_begun:
                 has_begun = True
                 start = self._message([], _NO_ENDING)
-                start["usage"] = {"input_tokens": self._num_input_tokens, "output_tokens": 0}
+                start["usage"]["output_tokens"] = 0
                 yield _event("message_start", {"message": start})
             if events:
                 yield events
@@ -107,14 +105,6 @@ class MessageWriter:
                 ending = self._ending(output.outputs[0])
         yield _event("message_delta", {"delta": ending, "usage": self._usage()})
         yield _event("message_stop", {})
-
-    def _read(self, output: RequestOutput) -> Events:
-        (completion,) = output.outputs
-        self._num_input_tokens = len(output.prompt_token_ids or ())
-        self._num_output_tokens += len(completion.token_ids)
-        yield from self._reader.feed(completion.text, completion.token_ids)
-        if completion.finish_reason is not None:
-            yield from self._reader.finish()
 
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         if isinstance(completion.stop_reason, str):

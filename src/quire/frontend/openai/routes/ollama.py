@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
@@ -110,8 +109,6 @@ class AnswerWriter:
         self._is_chat = is_chat
         self._start = start
         self._first: float | None = None
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Returns the answer as one object."""
@@ -135,12 +132,7 @@ class AnswerWriter:
         """Returns the pieces of an output. A call is one piece, at its end."""
         if self._first is None:
             self._first = time.monotonic()
-        (completion,) = output.outputs
-        self._num_prompt_tokens = len(output.prompt_token_ids or ())
-        self._num_output_tokens += len(completion.token_ids)
-        end = self._reader.finish() if completion.finish_reason is not None else ()
-        events = chain(self._reader.feed(completion.text, completion.token_ids), end)
-        return [piece for event in events if (piece := _piece(event)) is not None]
+        return [piece for event in self._reader.read(output) if (piece := _piece(event)) is not None]
 
     def _object(self, piece: Piece) -> dict[str, Any]:
         head = {"model": self._model, "created_at": _now()}
@@ -157,9 +149,9 @@ class AnswerWriter:
             "done_reason": "length" if output.outputs[0].finish_reason == "length" else "stop",
             "total_duration": int((now - self._start) * _NS),
             "load_duration": 0,
-            "prompt_eval_count": self._num_prompt_tokens,
+            "prompt_eval_count": self._reader.num_prompt_tokens,
             "prompt_eval_duration": int((first - self._start) * _NS),
-            "eval_count": self._num_output_tokens,
+            "eval_count": self._reader.num_output_tokens,
             "eval_duration": int((now - first) * _NS),
         }
 

@@ -66,7 +66,9 @@ async def show_response(exchange: Exchange) -> Response:
     responses, response_id = exchange.state.part(ServerResponses), _response_id(exchange)
     with _in_path():
         if not exchange.query_switch("stream", False):
-            return Response(await responses.show(exchange.owner, response_id), media_type="application/json")
+            return Response(
+                await responses.call("show_response", exchange.owner, response_id), media_type="application/json"
+            )
         text = exchange.request.query_params.get("starting_after", "-1")
         try:
             start = int(text[:20]) + 1
@@ -79,14 +81,15 @@ async def delete_response(exchange: Exchange) -> Response:
     """Deletes a stored response, after cancelling it if it is under way."""
     response_id = _response_id(exchange)
     with _in_path():
-        await exchange.state.part(ServerResponses).delete(exchange.owner, response_id)
+        await exchange.state.part(ServerResponses).call("delete_response", exchange.owner, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(exchange: Exchange) -> Response:
     """Cancels a background response. One that has ended does not change."""
     with _in_path():
-        body = await exchange.state.part(ServerResponses).cancel(exchange.owner, _response_id(exchange))
+        responses = exchange.state.part(ServerResponses)
+        body = await responses.call("cancel_response", exchange.owner, _response_id(exchange))
     return Response(body, media_type="application/json")
 
 
@@ -119,7 +122,7 @@ async def _conversation(exchange: Exchange, body: ResponsesBody) -> list[Message
     if body.previous_response_id is not None:
         try:
             responses = exchange.state.part(ServerResponses)
-            before = await responses.conversation(exchange.owner, body.previous_response_id)
+            before = await responses.call("conversation", exchange.owner, body.previous_response_id)
         except ClientError as e:
             raise _blame(e, "previous_response_id") from None
     exchange.size += len(before)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from quire.errors import NotFoundError, ValidationError
 from quire.frontend.http.membership import Membership, Peers
-from quire.frontend.openai.responses.store import LocalResponses, ResponseStore, ServerResponses, StoredResponse
+from quire.frontend.openai.responses.store import (
+    OPERATIONS,
+    LocalResponses,
+    ResponseStore,
+    ServerResponses,
+    StoredResponse,
+)
 
 
 class Neighbours(Peers):
@@ -24,14 +29,9 @@ class Neighbours(Peers):
     async def call(self, index: int, method: str, *args: Any) -> Any:
         self.calls.append((index, method))
         local = self.locals[index]
-        table: dict[str, Callable[..., Any]] = {
-            "show_response": local.show,
-            "cancel_response": local.cancel,
-            "delete_response": local.delete,
-            "response_events": local.events_from,
-            "conversation": local.conversation,
-        }
-        return await table[method](*args)
+        if method == "response_events":
+            return await local.events_from(*args)
+        return await OPERATIONS[method](local, *args)
 
 
 class Server:
@@ -65,18 +65,18 @@ def test_it_is_found_by_every_process_and_for_its_owner_only(asked: int) -> None
         shelf = server.responses[asked]
         for home in (1, 2):
             response_id = server.keep(home).response_id
-            assert json.loads(await shelf.show(b"me", response_id)) == {"n": 1}
-            assert json.loads(await shelf.conversation(b"me", response_id)) == [{"role": "user"}]
-            for method in (shelf.show, shelf.conversation, shelf.delete, shelf.cancel):
+            assert json.loads(await shelf.call("show_response", b"me", response_id)) == {"n": 1}
+            assert json.loads(await shelf.call("conversation", b"me", response_id)) == [{"role": "user"}]
+            for operation in OPERATIONS:
                 with pytest.raises(NotFoundError):
-                    await method(b"other", response_id)
+                    await shelf.call(operation, b"other", response_id)
             with pytest.raises(ValidationError, match="background: true can be cancelled"):
-                await shelf.cancel(b"me", response_id)
+                await shelf.call("cancel_response", b"me", response_id)
             with pytest.raises(ValidationError, match="stream: true are kept"):
                 await shelf.follow(b"me", response_id, 0)
-            await shelf.delete(b"me", response_id)
+            await shelf.call("delete_response", b"me", response_id)
             with pytest.raises(NotFoundError):
-                await shelf.show(b"me", response_id)
+                await shelf.call("show_response", b"me", response_id)
         assert {index for index, _ in server.peers.calls} == {3 - asked}, "nobody asks itself"
 
     asyncio.run(run())
@@ -112,7 +112,7 @@ def test_ids_of_a_single_process_tell_nothing_and_foreign_ones_lead_nowhere() ->
         server = Server()
         for response_id in ("resp_3_x", "resp_0_x", "resp_999999999999999_x", "resp_x", "", "resp_1_" + "x" * 10_000):
             with pytest.raises(NotFoundError):
-                await server.responses[1].show(b"me", response_id)
+                await server.responses[1].call("show_response", b"me", response_id)
         assert not server.peers.calls
 
     asyncio.run(run())

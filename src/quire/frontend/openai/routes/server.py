@@ -1,6 +1,8 @@
-"""Probes, /version, /load, and /metrics for Prometheus."""
+"""What a server says of itself: probes, /version, /load, /metrics for Prometheus, and GET /v1/models."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from starlette.responses import Response
 
@@ -8,6 +10,7 @@ from quire.errors import ServerError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.errors import HttpError, UnavailableError
+from quire.frontend.http.state import ServerState, hash_model
 from quire.frontend.metrics.publish.exposition import CONTENT_TYPES, choose_format
 from quire.version import __version__
 
@@ -58,6 +61,46 @@ async def metrics(exchange: Exchange) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPES[format]})
 
 
+async def list_models(exchange: Exchange) -> Response:
+    """Lists the models that requests may name."""
+    cards = [model_card(exchange.state, name) for name in exchange.state.model_names]
+    return json_response({"object": "list", "data": cards})
+
+
+async def show_model(exchange: Exchange) -> Response:
+    """Returns one model."""
+    name = exchange.state.check_model(exchange.request.path_params["model"])
+    return json_response(model_card(exchange.state, name))
+
+
+def model_card(state: ServerState, name: str) -> dict[str, Any]:
+    """Returns a model in OpenAI's form, with vLLM's further fields. `root` is no path."""
+    permission = {
+        "id": f"modelperm-{hash_model(state.engine.model_config)}",
+        "object": "model_permission",
+        "created": state.member.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.member.created,
+        "owned_by": "quire",
+        "root": name,
+        "parent": None,
+        "max_model_len": state.max_model_len,
+        "permission": [permission],
+    }
+
+
 ENDPOINTS = (
     Endpoint(path="/health", handler=health, access=Access.OPEN, methods=("GET",)),
     Endpoint(path="/health/live", handler=live, access=Access.OPEN, methods=("GET",)),
@@ -68,4 +111,6 @@ ENDPOINTS = (
     Endpoint(
         path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",), is_on_admin=True, is_polled=True
     ),
+    Endpoint(path="/v1/models", handler=list_models, access=Access.KEY, methods=("GET",)),
+    Endpoint(path="/v1/models/{model:path}", handler=show_model, access=Access.KEY, methods=("GET",)),
 )
