@@ -1,4 +1,4 @@
-"""What a server says of itself: probes, /version, /load, /metrics for Prometheus, and GET /v1/models."""
+"""Routes of the server itself: probes, /version, /load, /metrics for Prometheus, and GET /v1/models."""
 
 from __future__ import annotations
 
