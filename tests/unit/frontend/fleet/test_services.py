@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import pytest
 
-from quire.errors import NotFoundError
+from quire.errors import NotFoundError, ValidationError
 from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.crash_attribution import decode_suspects
@@ -20,6 +20,7 @@ from quire.frontend.http.server import StopRequests
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.publish.snapshot import ProcessReport
+from quire.frontend.openai.responses.store import LocalResponses, ResponseStore, StoredResponse
 from quire.wire.peers import PeerMessage
 from tests.unit.frontend.client.model_core import make_ready, make_request
 from tests.unit.frontend.metrics.books import Books
@@ -34,7 +35,7 @@ class Process:
         self.heard: list[Any] = []
         self.stop = StopRequests()
         self.link = MemberLink(1)
-        responses = {name: self._note(name) for name in ("show", "cancel", "delete", "events_from", "conversation")}
+        self.responses = ResponseStore(8, 1 << 20)
         state = SimpleNamespace(
             engine=SimpleNamespace(
                 abort=self._note("abort"),
@@ -42,7 +43,7 @@ class Process:
             ),
             metrics=SimpleNamespace(take=Books("1").take),
             watch=SimpleNamespace(look_here=lambda *args: ["seen", *args]),
-            part=lambda kind: SimpleNamespace(local=SimpleNamespace(**responses)),
+            part=lambda kind: SimpleNamespace(local=LocalResponses(self.responses)),
         )
         client = SimpleNamespace(
             link=self.link,
@@ -80,19 +81,23 @@ def test_each_call_reaches_what_does_it() -> None:
     assert process.ask("abort", ["a", "b"]) is None
     assert process.ask("watch", ["a"], 7) == ["seen", ["a"], 7]
     assert process.ask("core_gone", "it is used up") is None
-    for call, method in (
-        ("show_response", "show"),
-        ("cancel_response", "cancel"),
-        ("delete_response", "delete"),
-        ("response_events", "events_from"),
-        ("conversation", "conversation"),
-    ):
-        assert process.ask(call, "owner", "id") == f"{method} was done"
-    assert process.heard == [
-        ("abort", ["a", "b"]),
-        ("gone", "it is used up"),
-        *[(name, "owner", "id") for name in ("show", "cancel", "delete", "events_from", "conversation")],
-    ]
+    assert process.heard == [("abort", ["a", "b"]), ("gone", "it is used up")]
+
+
+def test_calls_for_a_stored_response_reach_it() -> None:
+    process = Process()
+    stored = StoredResponse(b"owner", "id")
+    stored.body, stored.conversation = b'{"n":1}', b"[]"
+    process.responses.put(stored)
+    assert process.ask("show_response", b"owner", "id") == b'{"n":1}'
+    assert process.ask("conversation", b"owner", "id") == b"[]"
+    with pytest.raises(ValidationError, match="background: true can be cancelled"):
+        process.ask("cancel_response", b"owner", "id")
+    with pytest.raises(ValidationError, match="stream: true are kept"):
+        process.ask("response_events", b"owner", "id", 0, 0.0)
+    assert process.ask("delete_response", b"owner", "id") == b""
+    with pytest.raises(NotFoundError):
+        process.ask("show_response", b"owner", "id")
 
 
 def test_what_is_no_call_is_refused() -> None:
