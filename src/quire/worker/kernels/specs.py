@@ -34,6 +34,9 @@ class LinearSpec:
     """Convert x and the weight to float32 before the product, where a product of their own type would be rounded. Not
     on quantized weights."""
 
+    def __post_init__(self) -> None:
+        assert not self.gated or (self.divisor, self.soft_cap, self.clip) == (1.0, None, None), "no kernel has both"
+
 
 PLAIN = LinearSpec()
 LOGITS = LinearSpec(float32_output=True)
@@ -180,6 +183,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": relu2,
     "sigmoid": torch.sigmoid,
     "silu": functional.silu,
+    "softplus": functional.softplus,
     "swish": functional.silu,
 }
 """Element-wise functions, by the name config.json gives them."""
