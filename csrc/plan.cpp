@@ -7,6 +7,7 @@ qk_plan::Call& qk_plan::append(Kind kind, int64_t rows) {
     calls_.emplace_back();
     calls_.back().kind = kind;
     calls_.back().batch = 0;
+    calls_.back().of_positions = false;
     return calls_.back();
 }
 
@@ -20,8 +21,10 @@ void qk_plan::add(const qk_route_args& args) { append(ROUTE, args.tokens).route 
 void qk_plan::add(const qk_experts_args& args) { append(EXPERTS, args.tokens).experts = args; }
 
 void qk_plan::add(const qk_gather_args& args) {
-    if (args.ids != example_.ids) is_whole_ = false;
-    append(GATHER, args.rows).gather = args;
+    if (args.ids != example_.ids && args.ids != example_.positions) is_whole_ = false;
+    Call& call = append(GATHER, args.rows);
+    call.gather = args;
+    call.of_positions = args.ids == example_.positions;
 }
 
 void qk_plan::add(const qk_rotate_args& args) {
@@ -81,7 +84,7 @@ void qk_plan::run(qk_context& context, const qk_step_args& step) {
                 break;
             case GATHER:
                 call.gather.rows = step.num_tokens;
-                call.gather.ids = step.ids;
+                call.gather.ids = call.of_positions ? step.positions : step.ids;
                 qk_gather(&context, &call.gather);
                 break;
             case ROUTE:

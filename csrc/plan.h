@@ -30,7 +30,8 @@ struct qk_plan {
     enum Kind { LINEAR, BATCHED_LINEAR, QUANTIZED_LINEAR, RMS_NORM, LAYER_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION };
     struct Call {
         Kind kind;
-        int64_t batch;  // of an attention
+        int64_t batch;      // of an attention
+        bool of_positions;  // of a gather: its ids are the positions
         union {
             qk_linear_args linear;
             qk_batched_linear_args batched_linear;

@@ -146,18 +146,35 @@ void rotate_tokens(const qk_rotate_args& a, int64_t begin, int64_t end) {
     }
 }
 
-template <class E>
+template <class E, class Y>
 void activate_rows(const qk_activation_args& a, int64_t begin, int64_t end) {
+    const int64_t count = a.dim / a.repeats;
     for (int64_t row = begin; row < end; ++row) {
         const E* x = (const E*)a.x + row * a.x_stride;
-        E* y = (E*)a.y + row * a.y_stride;
-        for (int64_t i = 0; i < a.dim; i += 16) {
-            const int n = int(a.dim - i < 16 ? a.dim - i : 16);
+        const E* factors = a.factors ? (const E*)a.factors + row * a.factors_stride : nullptr;
+        const E* residual = a.residual ? (const E*)a.residual + row * a.residual_stride : nullptr;
+        Y* y = (Y*)a.y + row * a.y_stride;
+        const auto put = [&](int64_t at, F16 v, int n) {
+            if (factors) v = mul(v, load_n(factors + at, n));
+            if (residual) v = add(load_n(residual + at, n), v);
+            store_n(y + at, v, n);
+        };
+        for (int64_t i = 0; i < count; i += 16) {
+            const int n = int(count - i < 16 ? count - i : 16);
             const F16 v = load_n(x + i, n);
-            if (a.activation == QK_XIELU)
-                store_n(y + i, xielu(v, {a.positive, a.negative, a.slope, a.least}), n);
-            else
-                store_n(y + i, a.gated ? gate(a.activation, v, load_n(x + a.dim + i, n)) : activate(a.activation, v), n);
+            const F16 active = a.activation == QK_XIELU ? xielu(v, {a.positive, a.negative, a.slope, a.least})
+                               : a.gated ? gate(a.activation, v, load_n(x + a.dim + i, n)) : activate(a.activation, v);
+            if (a.repeats == 1) {
+                put(i, active, n);
+                continue;
+            }
+            float each[16];
+            store_f32(each, active);
+            for (int64_t at = i * a.repeats, end_of_x = at; at < (i + n) * a.repeats; at = end_of_x) {
+                const F16 one = set1(each[at / a.repeats - i]);
+                end_of_x += a.repeats;
+                for (; at < end_of_x; at += 16) put(at, one, int(end_of_x - at < 16 ? end_of_x - at : 16));
+            }
         }
     }
 }
@@ -192,7 +209,10 @@ void rotate(qk_context& context, const qk_rotate_args& a) {
 
 void activation(qk_context& context, const qk_activation_args& a) {
     auto work = [&](int64_t begin, int64_t end, int) {
-        a.dtype == QK_BFLOAT16 ? activate_rows<bf16>(a, begin, end) : activate_rows<float>(a, begin, end);
+        if (a.dtype == QK_FLOAT32)
+            activate_rows<float, float>(a, begin, end);
+        else
+            a.out_dtype == QK_FLOAT32 ? activate_rows<bf16, float>(a, begin, end) : activate_rows<bf16, bf16>(a, begin, end);
     };
     context.parallel(a.rows, rows_per_piece(a.dim), work);
 }

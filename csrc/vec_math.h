@@ -81,6 +81,12 @@ QK_INLINE F16 gelu_tanh(F16 x) {
     return mul(mul(x, set1(0.5f)), add(set1(1.0f), tanh(inner)));
 }
 QK_INLINE F16 sigmoid(F16 x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+// log(1 + e^x): the larger of x and 0, and log(1 + t) = 2 artanh(t / (2 + t)) of t = e^-|x|, whose series is cut where it no longer counts.
+QK_INLINE F16 softplus(F16 x) {
+    F16 t = exp(sub(zero(), abs(x))), s = div(t, add(t, set1(2.0f))), z = mul(s, s), p = set1(1.0f / 15.0f);
+    for (float divisor = 13.0f; divisor > 0.0f; divisor -= 2.0f) p = fma(p, z, set1(1.0f / divisor));
+    return fma(add(s, s), p, max(zero(), x));
+}
 QK_INLINE F16 quick_gelu(F16 x) { return div(x, add(set1(1.0f), exp(mul(x, set1(-1.702f))))); }
 QK_INLINE F16 relu2(F16 x) {
     F16 y = max(x, zero());
@@ -108,6 +114,7 @@ QK_INLINE F16 activate(int kind, F16 x) {
         case QK_RELU2: return relu2(x);
         case QK_QUICK_GELU: return quick_gelu(x);
         case QK_SIGMOID: return sigmoid(x);
+        case QK_SOFTPLUS: return softplus(x);
         default: return x;
     }
 }

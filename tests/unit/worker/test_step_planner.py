@@ -23,12 +23,7 @@ from .conftest import MakeCheckpoint
 from .test_row_invariance import MAX_REQS, LogitsOfRequests, make_prompts
 
 NOT_PLANNED = {
-    "opt",
-    *("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "xglm"),  # learned positions
-    *("afmoe", "laguna"),  # gates of the answer of attention
     *("gemma4_text", "gemma4_unified_text"),  # a learned factor of each layer
-    "hyperclovax",  # a factor of norms
-    *("ernie4_5_moe", "hunyuan_v1_moe"),  # a router in float32 behind layers in bfloat16
 }
 """Families with layers that torch computes."""
 

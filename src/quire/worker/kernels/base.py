@@ -40,8 +40,8 @@ class LinearKernel(Protocol):
 class EmbeddingKernel(Protocol):
     """A table of vectors, which may also be a logits head."""
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """ids: [n] int64 to [n, dim]."""
+    def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+        """ids: [n] int64 to [n, dim]; `residual`, of that shape, is added."""
         ...
 
     def project(self, x: Tensor) -> Tensor:
@@ -86,8 +86,9 @@ class LatentKernel(Protocol):
 class ActivationKernel(Protocol):
     """An element-wise function."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [n, dim] to the same shape, or to [n, dim / 2] if gated."""
+    def __call__(self, x: Tensor, factors: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """x: [n, dim] to the same shape, or to [n, dim / 2] if gated. The result is multiplied by `factors`, [n, dim]
+        or [n, dim * c], and then has that shape, each element for c adjacent factors; `residual` is added."""
         ...
 
 

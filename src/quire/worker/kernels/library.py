@@ -175,6 +175,7 @@ ACTIVATIONS = {
     "relu2": CONSTANTS["QK_RELU2"],
     CLAMPED_SWIGLU: CONSTANTS["QK_CLAMPED_SWIGLU"],
     "sigmoid": CONSTANTS["QK_SIGMOID"],
+    "softplus": CONSTANTS["QK_SOFTPLUS"],
     "swish": CONSTANTS["QK_SILU"],
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -130,12 +130,11 @@ class NativeKernels(Kernels):
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
         self.context.num_kernels += 1
-        return NativeActivation(self.context, ActivationArgs(gated=gated, activation=ACTIVATIONS[name]))
+        return NativeActivation(self.context, gated=gated, activation=ACTIVATIONS[name])
 
     def xielu(self, spec: XieluSpec) -> ActivationKernel:
         self.context.num_kernels += 1
-        args = ActivationArgs(activation=CONSTANTS["QK_XIELU"], **vars(spec))
-        return NativeActivation(self.context, args)
+        return NativeActivation(self.context, activation=CONSTANTS["QK_XIELU"], **vars(spec))
 
     def router(
         self,
@@ -234,9 +233,10 @@ class NativeLinear:
         self._function = matrix.context.library.cdll.qk_linear
         self._handle = matrix.context.handle
         self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
+        self._widen = NativeActivation(matrix.context, torch.float32)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        x = with_packed_rows(x)
+        x = with_packed_rows(x) if x.dtype == self._matrix.dtype else self._widen(x)
         args, n = self._args, x.shape[0]
         y = self._empty((n, self._matrix.n), dtype=self._out_dtype)
         args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
@@ -256,14 +256,14 @@ class NativeEmbedding:
         self._args = GatherArgs(
             dim=self._dim, dtype=DTYPES[table.dtype], packed=matrix is not None, table=self._table.data_ptr()
         )
-        self._context = context
+        self._context, self._add = context, NativeActivation(context)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         y = torch.empty((ids.shape[0], self._dim), dtype=self._dtype)
         args = self._args
         args.rows, args.ids, args.y = ids.shape[0], ids.data_ptr(), y.data_ptr()
         self._context.library.cdll.qk_gather(self._context.handle, byref(args))
-        return y
+        return y if residual is None else self._add(y, None, residual)
 
     def project(self, x: Tensor) -> Tensor:
         assert self._head is not None, "this table is no logits head"
@@ -390,15 +390,23 @@ class NativeRotation:
 class NativeActivation:
     """An element-wise function: ActivationKernel."""
 
-    def __init__(self, context: Context, args: Any) -> None:
-        self._args = args
+    def __init__(self, context: Context, out_dtype: torch.dtype | None = None, **numbers: float) -> None:
+        """`out_dtype`: type of the result, if it is not that of x. The numbers are fields of the struct."""
+        self._args = ActivationArgs(**numbers)
+        self._out_dtype = out_dtype
         self._context = context
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x = with_packed_rows(x)
-        n, dim = x.shape[0], x.shape[1] // 2 if self._args.gated else x.shape[1]
-        y, args = torch.empty((n, dim), dtype=x.dtype), self._args
-        args.rows, args.dim, args.dtype, args.y_stride = n, dim, DTYPES[x.dtype], dim
+    def __call__(self, x: Tensor, factors: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        x, args = with_packed_rows(x), self._args
+        n, width = x.shape[0], x.shape[1] // 2 if args.gated else x.shape[1]
+        dim, args.factors = width, None
+        if factors is not None:
+            factors, dim = with_packed_rows(factors), factors.shape[1]
+            args.factors, args.factors_stride = factors.data_ptr(), factors.stride(0)
+        y = torch.empty((n, dim), dtype=self._out_dtype or x.dtype)
+        args.rows, args.dim, args.repeats, args.y_stride = n, dim, dim // width, dim
+        args.dtype, args.out_dtype = DTYPES[x.dtype], DTYPES[y.dtype]
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
+        residual = set_residual(args, residual)
         self._context.library.cdll.qk_activation(self._context.handle, byref(args))
         return y

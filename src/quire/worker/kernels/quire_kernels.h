@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 7
+#define QK_ABI_VERSION 8
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -28,6 +28,7 @@ enum { QK_FLOAT32 = 0, QK_BFLOAT16 = 1 };
 enum {
     QK_IDENTITY = 0, QK_RELU = 1, QK_SILU = 2, QK_GELU = 3, QK_GELU_TANH = 4,
     QK_RELU2 = 5, QK_QUICK_GELU = 6, QK_SIGMOID = 7, QK_XIELU = 8, /* qk_activation only */
+    QK_SOFTPLUS = 10,
     QK_CLAMPED_SWIGLU = 9 /* always gated: gate * sigmoid(1.702 gate) * (up + 1), the gate at most 7, up between -7 and 7 */
 };
 
@@ -65,7 +66,7 @@ QK_EXPORT void qk_unpack(qk_context* context, const qk_pack_args* args);
 typedef struct {
     /* y = activation((x W^T + bias) / divisor) + residual, or, gated, activation(first half) * second half. Sums are float32.
      * soft_cap: what is divided becomes soft_cap * tanh(it / soft_cap); 0 for none. clip: then it is cut to [-clip, clip]; 0 for
-     * none. */
+     * none. Divisor, soft_cap and clip are not for gated layers. */
     int64_t m, n, k;
     int32_t dtype; /* of x, weights, residual */
     int32_t out_dtype;
@@ -192,14 +193,19 @@ typedef struct {
 QK_EXPORT void qk_rotate(qk_context* context, const qk_rotate_args* args);
 
 typedef struct {
-    /* y = activation(x), or, gated, activation(x[:, :dim]) * x[:, dim:]. */
+    /* y = activation(x) * factors + residual, or, gated, activation(x[:, :dim]) * x[:, dim:] + residual; rounded once, to out_dtype. */
     int64_t rows, dim;
-    int32_t dtype;
+    int32_t dtype; /* of x, factors, residual */
+    int32_t out_dtype; /* dtype, or QK_FLOAT32 */
     int32_t gated;
     int32_t activation;
-    int32_t reserved;
     float positive, negative, slope, least; /* of QK_XIELU: vec_math.h */
-    const void* x;
+    int64_t repeats;     /* an element of x is for so many adjacent ones of y: dim is a multiple; gated: 1 */
+    const void* factors; /* [rows, dim]; NULL for none */
+    int64_t factors_stride;
+    const void* residual; /* [rows, dim]; NULL for none */
+    int64_t residual_stride;
+    const void* x; /* [rows, dim / repeats], or [rows, 2 dim] if gated */
     int64_t x_stride;
     void* y;
     int64_t y_stride;

@@ -25,6 +25,7 @@ from quire.worker.kernels.base import (
 from quire.worker.kernels.specs import (
     LOGITS,
     PLAIN,
+    Activation,
     ExpertsSpec,
     LatentSizes,
     LinearSpec,
@@ -84,10 +85,10 @@ class TorchKernels(Kernels):
         return functools.partial(rotate_heads, head_size=head_size, query_norm=query_norm, key_norm=key_norm, spec=spec)
 
     def activation(self, name: str, gated: bool = False) -> ActivationKernel:
-        return functools.partial(activate, name=name, is_gated=gated)
+        return functools.partial(apply, function=functools.partial(activate, name=name, is_gated=gated))
 
     def xielu(self, spec: XieluSpec) -> ActivationKernel:
-        return functools.partial(xielu, spec=spec)
+        return functools.partial(apply, function=functools.partial(xielu, spec=spec))
 
     def router(
         self,
@@ -125,8 +126,9 @@ class TorchEmbedding:
         self._table = table
         self._head = head
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self._table)
+    def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = functional.embedding(ids, self._table)
+        return y if residual is None else residual + y
 
     def project(self, x: Tensor) -> Tensor:
         return linear(x, weight=self._table, bias=None, spec=self._head)
@@ -227,6 +229,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+
+
+def apply(x: Tensor, factors: Tensor | None = None, residual: Tensor | None = None, *, function: Activation) -> Tensor:
+    """Applies an element-wise function: ActivationKernel."""
+    y = function(x)
+    if factors is not None:
+        y = (factors.reshape(*y.shape, -1) * y.unsqueeze(-1)).flatten(1)
+    return y if residual is None else residual + y
 
 
 def activate(x: Tensor, *, name: str, is_gated: bool) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.config.quantization import QuantizationScheme
-from quire.worker.kernels.base import EmbeddingKernel, Kernels, LinearKernel
+from quire.worker.kernels.base import ActivationKernel, EmbeddingKernel, Kernels, LinearKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import PLAIN, LinearSpec, get_activation
+from quire.worker.kernels.specs import PLAIN, LinearSpec, XieluSpec, get_activation
 from quire.worker.layers.weights import KernelModule, forget, weight
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
@@ -111,26 +111,47 @@ def side_by_side(
 
 class Embedding(KernelModule):
     """A vector for each id. `weight` is [num_embeddings, dim]. In a model with tied embeddings the table is the logits
-    head, too; then `head` is what follows its product."""
+    head, too; then `head` is what follows its product. The first `offset` rows are no vectors of ids."""
 
     packed_parameters = ("weight",)
 
-    def __init__(self, num_embeddings: int, dim: int, head: LinearSpec | None = None) -> None:
+    def __init__(self, num_embeddings: int, dim: int, head: LinearSpec | None = None, offset: int = 0) -> None:
         super().__init__()
-        self.weight = weight(num_embeddings, dim)
-        self.head = head
+        self.weight = weight(offset + num_embeddings, dim)
+        self.head, self.offset = head, offset
         self._kernel: EmbeddingKernel | None = None
 
     def prepare(self, kernels: Kernels) -> EmbeddingKernel:
-        self._kernel = kernel = kernels.embedding(self.weight.data, self.head)
+        self._kernel = kernel = kernels.embedding(self.weight.data[self.offset :], self.head)
         if not kernels.keeps_weights:
             forget(self, "weight")
         return kernel
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [num_tokens] to [num_tokens, dim]."""
-        return (self._kernel or self.prepare(TORCH_KERNELS)).lookup(ids)
+    def forward(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+        """ids: [num_tokens] to [num_tokens, dim]; `residual`, of that shape, is added."""
+        return (self._kernel or self.prepare(TORCH_KERNELS)).lookup(ids, residual)
 
     def project(self, x: Tensor) -> Tensor:
         """Computes logits. x: [num_tokens, dim]; returns float32 [num_tokens, num_embeddings]."""
         return (self._kernel or self.prepare(TORCH_KERNELS)).project(x)
+
+
+class Scale(KernelModule):
+    """A product with a number; with `rounds` the number is rounded to the model's type first."""
+
+    def __init__(self, factor: float, *, rounds: bool = False) -> None:
+        super().__init__()
+        self.factor, self.rounds = factor, rounds
+        self._kernel: ActivationKernel | None = None
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Rounds the number."""
+        self.factor = torch.tensor(self.factor, dtype=dtype).item() if self.rounds else self.factor
+
+    def prepare(self, kernels: Kernels) -> ActivationKernel:
+        self._kernel = kernel = kernels.xielu(XieluSpec(positive=0.0, negative=0.0, slope=self.factor))
+        return kernel
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, dim] to the same shape; `residual`, of that shape, is added."""
+        return (self._kernel or self.prepare(TORCH_KERNELS))(x, None, residual)

@@ -227,7 +227,7 @@ class Router(KernelModule):
             *(LOGITS,),
             divisor=spec.logits_divisor,
             soft_cap=spec.logits_soft_cap,
-            float32_inputs=spec.logits_in_float32,
+            float32_inputs=spec.logits_in_float32 or spec.router_in_float32,
         )
         self.weight = weight(spec.num_experts, hidden_size)
         self.bias = weight(spec.num_experts) if spec.router_bias else None
@@ -255,7 +255,7 @@ class Router(KernelModule):
         """x: [num_tokens, hidden] to the experts' ids [num_tokens, k] and their weights, of that shape."""
         linear, choose = self._kernel or self.prepare(TORCH_KERNELS)
         normed = x if self.norm is None else self.norm(x)
-        return choose[x.dtype](linear(normed.float() if self.is_wide else normed))
+        return choose[x.dtype](linear(normed))
 
 
 class MoE(nn.Module):

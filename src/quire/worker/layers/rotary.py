@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import RopeConfig
 from quire.errors import UnsupportedModelError
+from quire.worker.kernels.base import EmbeddingKernel, Kernels
+from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import RotaryAngles
+from quire.worker.layers.weights import KernelModule
 
 Scaling = Callable[[RopeConfig, int, int, int], tuple[Tensor, float]]
 """(rope, rotary_dim, trained_len, context_len) to (inv_freq [rotary_dim / 2], factor of sine and cosine)."""
@@ -154,28 +157,34 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, trained_len: int, con
     return inv_freq, factor
 
 
-class SinusoidalPositions(nn.Module):
-    """A vector for each position, of sines and cosines (Vaswani et al. 2017); zeros at position `zero`."""
+class SinusoidalPositions(KernelModule):
+    """A vector for each position, of sines and cosines (Vaswani et al. 2017). Position 0 is at `offset` of their table,
+    which has zeros at `zero`."""
 
     table: Tensor
 
-    def __init__(self, num_positions: int, dim: int, zero: int | None = None) -> None:
+    def __init__(self, num_positions: int, dim: int, offset: int, zero: int | None) -> None:
         super().__init__()
-        self.num_positions, self.dim, self.zero = num_positions, dim, zero
+        self.num_positions, self.dim, self.offset, self.zero = num_positions, dim, offset, zero
+        self._kernel: EmbeddingKernel | None = None
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes the table, [num_positions, dim], sines first."""
         half = self.dim // 2
         rates = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
-        angles = torch.arange(self.num_positions, dtype=torch.float32)[:, None] * rates  # [num_positions, dim / 2]
+        angles = torch.arange(self.offset + self.num_positions)[:, None] * rates  # [.., dim / 2]
         table = torch.cat([angles.sin(), angles.cos()], dim=1)
         if self.zero is not None:
             table[self.zero] = 0
-        self.table = table.to(device, dtype)
+        self.table = table[self.offset :].to(device, dtype)
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """positions: [num_tokens] to [num_tokens, dim]."""
-        return self.table[positions]
+    def prepare(self, kernels: Kernels) -> EmbeddingKernel:
+        self._kernel = kernel = kernels.embedding(self.table, None)
+        return kernel
+
+    def forward(self, positions: Tensor, residual: Tensor | None = None) -> Tensor:
+        """positions: [num_tokens] to [num_tokens, dim]; `residual`, of that shape, is added."""
+        return (self._kernel or self.prepare(TORCH_KERNELS)).lookup(positions, residual)
 
 
 class RotaryEmbedding(nn.Module):

@@ -31,6 +31,7 @@ from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
 from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.linear import Scale
 from quire.worker.layers.norm import UnitNorm
 from quire.worker.layers.rotary import RotaryEmbedding, SinusoidalPositions
 from quire.worker.layers.row_order import take_rows
@@ -128,7 +129,7 @@ def load_model(
         stored = find_tensors(model, hf, model_config.model_dir)
         source = str(model_config.model_dir)
     for module in model.modules():
-        if isinstance(module, RotaryEmbedding | SinusoidalPositions | UnitNorm | Attention):
+        if isinstance(module, RotaryEmbedding | Scale | SinusoidalPositions | UnitNorm | Attention):
             module.allocate(placement.device, placement.dtype)
     fill_weights(model, stored, model_config.seed, placement, cache, keep=True)
     gib = weight_bytes(model) / 2**30

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from quire.config.hf_config import HFConfig
 from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
-from quire.worker.kernels.base import Kernels, RotationKernel
+from quire.worker.kernels.base import ActivationKernel, Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import Activation, LinearSpec, NormSpec
+from quire.worker.kernels.specs import LinearSpec, NormSpec
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import KernelModule, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm, projection_sizes
 
-ACTIVATION_OF_GATE: Mapping[str, Activation] = {"sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
-Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None]
-"""Kernels for queries and keys, in order, each with whether it rotates; the kernel that norms values."""
+Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None, ActivationKernel | None]
+"""Kernels for queries and keys, in order, each with whether it rotates; the kernel that norms values; the gate's."""
 
 
 class SelfAttention(KernelModule):
@@ -92,7 +89,8 @@ class SelfAttention(KernelModule):
             ones = torch.ones(self.head_dim, dtype=parameter.dtype, device=place)
             unit = kernels.rotation(self.head_dim, ones, ones, NormSpec(eps=self.spec.norm_eps, scale_in_float32=True))
             steps = (*steps, (unit, False)) if self.layer.unit_qk_norm else steps
-        self._kernel = steps, unit if self.spec.unit_value_norm else None
+        gate = None if self.spec.output_gate is None else kernels.activation(self.spec.output_gate.activation)
+        self._kernel = steps, unit if self.spec.unit_value_norm else None, gate
         return self._kernel
 
     def forward(self, x: Tensor, rotations: Rotations, residual: Tensor | None = None) -> Tensor:
@@ -104,15 +102,14 @@ class SelfAttention(KernelModule):
             q, k = self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
         if self.layer.values_are_keys:
             v = k.clone()  # k is normed and rotated in place
-        steps, value_norm = self.prepare(TORCH_KERNELS) if self._kernel is None else self._kernel
+        steps, value_norm, gating = self.prepare(TORCH_KERNELS) if self._kernel is None else self._kernel
         for step, rotates in steps:
             q, k = step(q, k, rotations[self.layer.rope] if rotates and self.layer.rope is not None else None)
         if self.layer.kv_from:
             attended = self.attn(q)  # [num_tokens, num_heads * head_dim]
         else:
             attended = self.attn(q, k, v if value_norm is None else value_norm(v, v[:, :0], None)[0])
-        if self.spec.output_gate is not None:
-            gate = ACTIVATION_OF_GATE[self.spec.output_gate.activation](gate)  # [num_tokens, gates]
-            attended = (attended.view(*gate.shape, -1) * gate.unsqueeze(-1)).flatten(1)
+        if gating is not None:
+            attended = gating(gate, attended)  # [num_tokens, gates] and [num_tokens, num_heads * head_dim]
         output: Tensor = self.o_proj(attended, residual)
         return output

@@ -17,7 +17,7 @@ from quire.config.hf_config import HFConfig
 from quire.worker.kernels.base import ActivationKernel, Kernels
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import LinearSpec, XieluSpec
-from quire.worker.layers.linear import Embedding, Linear, side_by_side
+from quire.worker.layers.linear import Embedding, Linear, Scale, side_by_side
 from quire.worker.layers.moe import MoE
 from quire.worker.layers.norm import Norm
 from quire.worker.layers.weights import KernelModule, weight
@@ -105,7 +105,6 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = MIXERS[layer.mixer](hf, spec, layer, f"{name}.self_attn")
         self.mlp = make_mlp(hf, spec, layer)
-        self.multiplier = spec.residual_multiplier
         for module in self.modules():
             if isinstance(module, Linear):
                 module.is_transposed = spec.transposed
@@ -156,10 +155,14 @@ class SandwichBlock(Block):
 class ScaledSandwichBlock(SandwichBlock):
     """Norm, mixer, norm, scale, add; norm, MLP, norm, scale, add (HyperCLOVA X)."""
 
+    def __init__(self, hf: HFConfig, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__(hf, spec, layer, name)
+        self.scale = Scale(spec.residual_multiplier)
+
     def forward(self, x: Tensor, rotations: Rotations) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), rotations)
-        x = x + self.multiplier * self.post_attention_layernorm(attended)
-        y: Tensor = x + self.multiplier * self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = self.scale(self.post_attention_layernorm(attended), x)
+        y: Tensor = self.scale(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), x)
         return y
 
 

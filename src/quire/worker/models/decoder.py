@@ -9,29 +9,26 @@ see which.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.config.tensor_names import names_of, renamed
-from quire.worker.kernels.base import ActivationKernel, Kernels
-from quire.worker.kernels.reference import TORCH_KERNELS
-from quire.worker.kernels.specs import LinearSpec, XieluSpec
-from quire.worker.layers.linear import Embedding, Linear
+from quire.worker.kernels.specs import LinearSpec
+from quire.worker.layers.linear import Embedding, Linear, Scale
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.layers.weights import KernelModule
 from quire.worker.models.blocks import BLOCKS, LayerInputs
 from quire.worker.models.spec import DecoderSpec, make_norm, make_positions
 
 
-class Decoder(KernelModule):
+class Decoder(nn.Module):
     """Embedding, layers, last norm: what checkpoints call `model`."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, tied_head: LinearSpec | None) -> None:
         super().__init__()
-        self.embedding_multiplier, self.rounds_multiplier = spec.embedding_multiplier, spec.rounds_multiplier
+        factor = spec.embedding_multiplier
         self.embed_tokens = Embedding(hf.vocab_size, hf.hidden_size, tied_head)
-        self.embed_positions, self.position_offset = make_positions(spec, hf), spec.position_offset or 0
+        self.embed_scale = None if factor == 1.0 else Scale(factor, rounds=spec.rounds_multiplier)
+        self.embed_positions = make_positions(spec, hf)
         self.embed_norm = make_norm(spec, hf.hidden_size) if spec.embedding_norm else None
         self.ropes = nn.ModuleDict(
             {
@@ -48,22 +45,14 @@ class Decoder(KernelModule):
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
         self.norm = make_norm(spec, hf.hidden_size)
-        self._kernel: ActivationKernel | None = None
-
-    def prepare(self, kernels: Kernels) -> ActivationKernel:
-        factor = self.embedding_multiplier
-        if self.rounds_multiplier:
-            factor = torch.tensor(factor, dtype=self.embed_tokens.weight.dtype).item()
-        self._kernel = scale = kernels.xielu(XieluSpec(positive=0.0, negative=0.0, slope=factor))  # a product
-        return scale
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
-        if self.embedding_multiplier != 1.0:
-            x = (self._kernel or self.prepare(TORCH_KERNELS))(x)
+        if self.embed_scale is not None:
+            x = self.embed_scale(x)
         if self.embed_positions is not None:
-            x = x + self.embed_positions(positions + self.position_offset)
+            x = self.embed_positions(positions, x)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}

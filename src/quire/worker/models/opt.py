@@ -8,11 +8,8 @@ from quire.config.hf_config import HFConfig
 from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.specs import LOGITS, LinearSpec
-from quire.worker.layers.linear import Embedding, Linear, PackedLinear
+from quire.worker.layers.linear import Embedding, Linear, PackedLinear, Scale
 from quire.worker.layers.norm import LayerNorm
-
-_POSITION_OFFSET = 2
-"""Rows at the head of the position table that are no positions."""
 
 
 class OPTAttention(nn.Module):
@@ -24,13 +21,13 @@ class OPTAttention(nn.Module):
         head_dim = size // num_heads
         self.qkv_proj = PackedLinear(size, {"q_proj": size, "k_proj": size, "v_proj": size}, bias)
         self.out_proj = Linear(size, size, bias)
-        self.scale = head_dim**-0.5
+        self.scale = Scale(head_dim**-0.5)
         self.attn = Attention(AttentionSpec(num_heads, num_heads, head_dim, 1.0), name)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual: [num_tokens, hidden] to [num_tokens, hidden]."""
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
-        output: Tensor = self.out_proj(self.attn(q * self.scale, k, v), residual)  # scaled here, rounded as in training
+        output: Tensor = self.out_proj(self.attn(self.scale(q), k, v), residual)  # scaled here, rounded as in training
         return output
 
 
@@ -70,7 +67,7 @@ class OPTDecoder(nn.Module):
         super().__init__()
         hidden, word_dim = hf.hidden_size, hf.size("word_embed_proj_dim", hf.hidden_size)
         self.embed_tokens = Embedding(hf.vocab_size, word_dim, LOGITS if hf.tie_word_embeddings else None)
-        self.embed_positions = Embedding(hf.max_position_embeddings + _POSITION_OFFSET, hidden)
+        self.embed_positions = Embedding(hf.max_position_embeddings, hidden, offset=2)
         self.project_in = Linear(word_dim, hidden) if word_dim != hidden else None
         self.project_out = Linear(hidden, word_dim) if word_dim != hidden else None
         self.layers = nn.ModuleList(OPTLayer(hf, f"model.decoder.layers.{i}") for i in range(hf.num_hidden_layers))
@@ -83,7 +80,7 @@ class OPTDecoder(nn.Module):
         x: Tensor = self.embed_tokens(input_ids)  # [num_tokens, word_embed_proj_dim]
         if self.project_in is not None:
             x = self.project_in(x)  # [num_tokens, hidden]
-        x = x + self.embed_positions(positions + _POSITION_OFFSET)
+        x = self.embed_positions(positions, x)
         for layer in self.layers:
             x = layer(x)
         if self.final_layer_norm is not None:

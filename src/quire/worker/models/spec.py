@@ -241,8 +241,8 @@ def make_positions(spec: DecoderSpec, hf: HFConfig) -> nn.Module | None:
     if spec.position_offset is None:
         return None
     if spec.sinusoidal_positions:
-        return SinusoidalPositions(hf.context_len + spec.position_offset, hf.hidden_size, hf.get("pad_token_id"))
-    return Embedding(hf.max_position_embeddings + spec.position_offset, hf.hidden_size)
+        return SinusoidalPositions(hf.context_len, hf.hidden_size, spec.position_offset, hf.get("pad_token_id"))
+    return Embedding(hf.max_position_embeddings, hf.hidden_size, offset=spec.position_offset)
 
 
 def make_qk_norm(spec: DecoderSpec, num_heads: int, head_dim: int) -> Norm:

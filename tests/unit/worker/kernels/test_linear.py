@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kernels.native import Matrix
-from quire.worker.kernels.reference import linear
+from quire.worker.kernels.reference import TORCH_KERNELS, linear
 from quire.worker.kernels.specs import LOGITS, PLAIN, LinearSpec
 
 from ..conftest import MakeKernels
@@ -117,6 +117,14 @@ def test_a_tied_embedding_is_table_and_head(make_kernels: MakeKernels, dtype: to
     assert torch.equal(kernels.embedding(table, None).lookup(ids), table[ids])
     x = randn(9, 5, 48, dtype=dtype)
     assert torch.equal(embedding.project(x), kernels.linear(table, None, LOGITS)(x))
+    for kernel in (embedding, kernels.embedding(table, None)):
+        assert torch.equal(kernel.lookup(ids, x), TORCH_KERNELS.embedding(table, None).lookup(ids, x))
+
+
+def test_a_float32_matrix_of_inputs_in_bfloat16(make_kernels: MakeKernels) -> None:
+    x, (weight, _) = randn(10, 9, 70, dtype=torch.bfloat16)[:, 3:], make_weight(24, 67, PLAIN, torch.float32)
+    linear = make_kernels(2).linear(weight, None, LinearSpec(float32_inputs=True))
+    assert torch.equal(linear(x), linear(x.float()))
 
 
 def test_not_a_number_stays_in_its_row(make_kernels: MakeKernels) -> None:

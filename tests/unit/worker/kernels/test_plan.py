@@ -32,16 +32,20 @@ class Toy:
         self.rotation = kernels.rotation(HEAD)
         self.tables = randn(6, 50, HEAD // 2, dtype=dtype), randn(7, 50, HEAD // 2, dtype=dtype)
         self.act = kernels.activation("silu", gated=True)
-        self.gate = kernels.linear(randn(8, 4, DIM, dtype=dtype) / 8, None, LinearSpec(float32_output=True))
+        self.places = kernels.embedding(randn(10, 50, DIM, dtype=dtype), None)
+        self.gating = kernels.activation("softplus")
+        wide = LinearSpec(float32_inputs=True, float32_output=True)
+        self.gate = kernels.linear(randn(8, 4, DIM) / 8, None, wide)
         self.router = kernels.router(RouterSpec(num_experts_per_token=2, normalize=True), dtype)
         self.experts = kernels.experts(*experts, ExpertsSpec())
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedding.lookup(ids)
+        x = self.places.lookup(positions, self.embedding.lookup(ids))
         for _ in range(2):
             q, k, v = self.qkv(self.norm(x)).split(DIM, dim=-1)
             q, k = self.rotation(q, k, RotaryAngles(*self.tables, positions))
             x = self.layer_norm(q, self.norm(k, x))
+            x = self.gating(v[:, :4], x, k)
             x = self.experts(x, *self.router(self.gate(x)), v, k)
         pair = self.qkv(x)[:, : 2 * DIM]
         return self.act(pair)
@@ -85,7 +89,7 @@ def test_nothing_is_computed_while_it_is_recorded(kernels: NativeKernels) -> Non
         (lambda toy, ids, positions: toy.embedding.lookup(ids) * 2, r"aten\.mul\.Tensor is no native kernel"),
         (lambda toy, ids, positions: toy.norm(toy.qkv(toy.embedding.lookup(ids))[:, ::3]), r"aten\.\w+\.default"),
         (lambda toy, ids, positions: toy.embedding.lookup(ids[:3]), "something else than each token"),
-        (lambda toy, ids, positions: toy.embedding.lookup(positions), "something else than each token"),
+        (lambda toy, ids, positions: toy.embedding.lookup(positions[1:]), "something else than each token"),
         (lambda toy, ids, positions: toy.rotation(*toy.qkv(toy.embedding.lookup(ids)).split(DIM, dim=-1)[:2],
                                                   RotaryAngles(*toy.tables, ids))[0], "something else than each token"),
     ],

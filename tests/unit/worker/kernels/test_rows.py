@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.reference import activate, layer_norm, rms_norm, rotate_heads
+from quire.worker.kernels.reference import TORCH_KERNELS, activate, layer_norm, rms_norm, rotate_heads
 from quire.worker.kernels.specs import ACTIVATIONS, NormSpec, RotaryAngles, XieluSpec, xielu
 
 from ..conftest import MakeKernels
@@ -139,6 +139,24 @@ def test_activations_equal_the_reference(
     tolerance = 2**-7 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(y.double(), expected.to(dtype).double(), rtol=tolerance, atol=tolerance)
     assert torch.equal(torch.cat([make_kernels(1).activation(name, is_gated)(row) for row in x.split(1)]), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("repeats", [1, 3, 24, 64])
+def test_an_activation_times_factors_plus_a_residual(
+    make_kernels: MakeKernels, repeats: int, dtype: torch.dtype
+) -> None:
+    x, factors = randn(1, 30, 50, dtype=dtype)[:, 7:42], randn(2, 30, 35 * repeats + 9, dtype=dtype)[:, 9:]
+    residual = randn(3, 30, 35 * repeats + 5, dtype=dtype)[:, 5:]
+    kernel, twin = make_kernels(3).activation("softplus"), TORCH_KERNELS.activation("softplus")
+    for r in (None, residual):
+        y = kernel(x, factors, r)
+        expected = twin(x.double(), factors.double(), None if r is None else r.double())
+        torch.testing.assert_close(y, expected.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 2e-6, atol=2e-6)
+        alone = make_kernels(1).activation("softplus")
+        rows = [alone(x[i : i + 1], factors[i : i + 1], None if r is None else r[i : i + 1]) for i in range(30)]
+        assert torch.equal(torch.cat(rows), y)
+    assert_close(kernel(x, None, x), twin(x, None, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
