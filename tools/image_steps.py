@@ -131,7 +131,9 @@ if __name__ == "__main__":
     build_args = dict(item.split("=", 1) for item in given[1:]) if verb == "build" else {}
     stages = stages_of(DOCKERFILE.read_text(encoding="utf-8"), build_args)
     if verb == "build":
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        if Path(directory).exists():
+            sys.exit(f"{directory} is there already; `build` makes a new directory")
+        Path(directory).mkdir(parents=True)
         build(Path(directory).resolve(), given[0], stages)
     else:
         run(Path(directory).resolve() / stages[-1].name, stages[-1], given)
