@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from quire.config.quantization import MAX_INT8_INPUTS, QuantizationScheme, is_quantizable_name
-from quire.worker.kernels.base import EmbeddingKernel, ExpertsKernel, Kernels, LinearKernel, NormKernel
+from quire.worker.kernels.base import (
+    ActivationKernel,
+    EmbeddingKernel,
+    ExpertsKernel,
+    Kernels,
+    LinearKernel,
+    NormKernel,
+)
 from quire.worker.kernels.reference import rms_norm
 from quire.worker.kernels.specs import ACTIVATIONS, LOGITS, PLAIN, ExpertsSpec, NormSpec
 from quire.worker.layers.weights import forget
@@ -68,6 +75,16 @@ class AdoptedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., dim] to the same shape."""
         return self.kernel(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+class AdoptedActivation(nn.Module):
+    """An element-wise function that a kernel computes."""
+
+    kernel: ActivationKernel
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., dim] to the same shape."""
+        return self.kernel(input.reshape(-1, input.shape[-1])).view(input.shape)
 
 
 class _Glimpse(Tensor):
@@ -181,6 +198,9 @@ class Adopter:
             elif (norm := recognize_norm(module)) is not None:
                 module.__dict__["kernel"] = self._kernels.rms_norm(module.get_parameter("weight").data, norm)
                 module.__class__ = type(type(module).__name__, (AdoptedNorm, type(module)), {})
+            elif (name := recognize_activation(module)) is not None:
+                module.__dict__["kernel"] = self._kernels.activation(name)
+                module.__class__ = type(type(module).__name__, (AdoptedActivation, type(module)), {})
         return sorted(self._left)
 
     def _adopt_shared(self, model: nn.Module, paths: list[str]) -> None:
@@ -273,6 +293,24 @@ def recognize_norm(module: nn.Module) -> NormSpec | None:
     return next((spec for spec in specs if torch.equal(rms_norm(x, weight=weight, spec=spec), answer)), None)
 
 
+@torch.no_grad()
+def recognize_activation(module: nn.Module) -> str | None:
+    """Returns our name of an element-wise function, found by comparing outputs; None for any other module."""
+    if any(True for _ in module.children()) or module._parameters or module._buffers:
+        return None
+    x = torch.linspace(-12, 12, 384).view(2, 192)
+    try:
+        return _name_of(module(x), x, 1.0)
+    except Exception:  # it is no function of one tensor
+        return None
+
+
+def _name_of(found: Tensor, x: Tensor, factor: Tensor | float) -> str | None:
+    """Returns the name of the function that gives `found` as function(x) * factor."""
+    same = [name for name, fn in ACTIVATIONS.items() if torch.allclose(found, fn(x) * factor, rtol=0, atol=1e-6)]
+    return same[0] if same else None
+
+
 def _activation_of(experts: Any) -> str | None:
     """Returns our name of the experts' gate: activation(gate) * up. None if it is another."""
     x = torch.linspace(-6, 6, 96)[None]
@@ -280,9 +318,7 @@ def _activation_of(experts: Any) -> str | None:
         found = experts._apply_gate(x)
     except (AttributeError, TypeError, RuntimeError):
         return None
-    gate, up = x.chunk(2, dim=-1)
-    same = [name for name, fn in ACTIVATIONS.items() if torch.allclose(found, fn(gate) * up, rtol=0, atol=1e-6)]
-    return same[0] if same else None
+    return _name_of(found, *x.chunk(2, dim=-1))
 
 
 def experts_forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:

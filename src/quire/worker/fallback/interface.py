@@ -122,6 +122,8 @@ class Site:
     view: View
     soft_cap: float | None
     has_sinks: bool
+    inputs: tuple[Tensor, Tensor, Tensor] = field(compare=False, repr=False)
+    """Its queries, keys and values."""
 
 
 @dataclass
@@ -133,6 +135,8 @@ class Recording:
     sites: list[Site] = field(default_factory=list)
     masks: list[tuple[Tensor, View]] = field(default_factory=list)
     """Masks with the view of each. They are kept, so that the identity of one says which it is."""
+    logits: Any = None
+    """Answer of the pass, once it is over."""
 
     def view_of(self, mask: Tensor) -> View:
         """Returns what a mask made in this pass lets through. Raises UnsupportedModelError for any other mask."""
@@ -186,7 +190,7 @@ def attach(model: nn.Module, sites: Sequence[Site]) -> None:
 def record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Notes what the layer asks for and returns values of the right shape. Raises UnsupportedModelError."""
+    """Notes what the layer asks for, and returns each head's own value. Raises UnsupportedModelError."""
     found = _recording.get()
     name = found.names.get(id(module), type(module).__name__)
     try:
@@ -194,8 +198,8 @@ def record(
     except UnsupportedModelError as e:
         raise UnsupportedModelError(f"layer {name}: {e}") from None
     found.sites.append(site)
-    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    return torch.zeros(shape, dtype=query.dtype, device=query.device), None
+    heads = torch.arange(site.num_heads, device=value.device) * site.num_kv_heads // site.num_heads
+    return value[:, heads].transpose(1, 2).contiguous(), None
 
 
 def _make_site(
@@ -231,6 +235,7 @@ def _make_site(
         view=View() if mask is None else found.view_of(mask),
         soft_cap=None if kwargs.get("softcap") is None else float(kwargs["softcap"]),
         has_sinks=kwargs.get("s_aux") is not None,
+        inputs=(query.clone(), key.clone(), value.clone()),
     )
 
 

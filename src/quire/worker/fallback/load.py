@@ -95,7 +95,7 @@ class FallbackWeights:
             has_head = config.pooling is None
             causal = read_checkpoint(self._class, self._hf_config, placement.dtype, source, has_head=has_head)
         causal.to(placement.device)
-        self.model.take(causal.eval(), placement.kernels, scheme)
+        self.model.take(causal.eval(), placement.kernels, config.model_len, scheme)
         release_free_memory(placement.device)
         self._are_whole = True
         _report(self.model, source, placement, time.monotonic() - start)

@@ -13,6 +13,7 @@ from quire.config.quantization import QuantizationScheme
 from quire.errors import UnsupportedModelError
 from quire.worker.fallback import interface
 from quire.worker.fallback.adoption import NAME, Adopter, Matrices, watching
+from quire.worker.fallback.rotation import adopt_rotations
 from quire.worker.kernels.base import Kernels
 
 
@@ -42,12 +43,16 @@ class FallbackForCausalLM(nn.Module):
         self._output_class: Any = None
         self._given: Tensor | None = None
 
-    def take(self, causal: Any, kernels: Kernels, scheme: QuantizationScheme | None = None) -> FallbackForCausalLM:
-        """Runs `causal`, a model with its weights, from now on. Raises UnsupportedModelError naming the layer that does
-        what Quire cannot."""
+    def take(
+        self, causal: Any, kernels: Kernels, context_len: int, scheme: QuantizationScheme | None = None
+    ) -> FallbackForCausalLM:
+        """Runs `causal`, a model with its weights, from now on. `context_len`: tokens of the longest sequence.
+
+        Raises UnsupportedModelError naming the layer that does what Quire cannot.
+        """
         self.causal = causal
         causal.config._experts_implementation = NAME
-        matrices = self._discover()
+        matrices = self._discover(kernels, context_len)
         adopter = Adopter(kernels, matrices, causal.get_output_embeddings(), scheme)
         self.left, self.packed_bytes = adopter.adopt(causal), adopter.num_bytes
         return self
@@ -92,28 +97,36 @@ class FallbackForCausalLM(nn.Module):
         return logits[0].float()
 
     @torch.inference_mode()
-    def _discover(self) -> Matrices:
+    def _discover(self, kernels: Kernels, context_len: int) -> Matrices:
         """Runs two tokens, and gives every layer the paged attention that it asks for. Returns the matrices.
 
         Raises UnsupportedModelError naming the layer that does something else.
         """
+        causal = self.causal
+        with watching(causal) as matrices, _first_called(causal) as bases:
+            before = self._run_two_tokens()
+        if not bases:
+            raise UnsupportedModelError(f"{type(causal).__name__} has no base model that could be run without its head")
+        adopt_rotations(causal, before, self._run_two_tokens, kernels, context_len)
+        base, output = bases[0]
+        self._output_class = type(output)
+        self._tap(base)
+        self._attach(before.sites)
+        return matrices
+
+    def _run_two_tokens(self) -> interface.Recording:
+        """Returns the record of a step of two tokens, in which each attends to itself."""
         causal = self.causal
         device = next(causal.parameters()).device
         names = {id(module): path for path, module in causal.named_modules()}
         ids, positions = torch.zeros((1, 2), dtype=torch.int64, device=device), torch.arange(2, device=device)[None]
         causal.config._attn_implementation = interface.RECORDING
         try:
-            with interface.recording(names) as found, watching(causal) as matrices, _first_called(causal) as bases:
-                causal(input_ids=ids, position_ids=positions, use_cache=False)
+            with interface.recording(names) as found:
+                found.logits = causal(input_ids=ids, position_ids=positions, use_cache=False).logits
         finally:
             causal.config._attn_implementation = interface.NAME
-        if not bases:
-            raise UnsupportedModelError(f"{type(causal).__name__} has no base model that could be run without its head")
-        base, output = bases[0]
-        self._output_class = type(output)
-        self._tap(base)
-        self._attach(found.sites)
-        return matrices
+        return found
 
     def _attach(self, sites: list[interface.Site]) -> None:
         count = int(getattr(self.causal.config.get_text_config(), "num_hidden_layers", 0))

@@ -96,7 +96,7 @@ def plain_logits(model: Any, text: Tensor) -> Tensor:
 def make_fallback(causal: Any, kernels: Kernels) -> FallbackForCausalLM:
     """Returns a model of transformers on Quire's kernels. Raises UnsupportedModelError."""
     try:
-        return FallbackForCausalLM().take(causal, kernels)
+        return FallbackForCausalLM().take(causal, kernels, max(TEXT_LENS))
     except QuireError:
         raise
     except Exception as e:
