@@ -31,8 +31,6 @@ class FallbackForCausalLM(nn.Module):
     the first half ends where its base returns, the second begins there with given hidden states.
     """
 
-    is_plannable = False
-
     def __init__(self) -> None:
         super().__init__()
         self.causal: Any = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import QuireError, UnsupportedModelError
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from quire.worker.attention.backend import AttentionBatch, ForwardContext, set_forward_context
+from quire.worker.attention.backend import AttentionBatch, Forward, ForwardContext, set_forward_context
 from quire.worker.attention.layer import Attention
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.fallback.model import FallbackForCausalLM
@@ -108,6 +108,7 @@ def run_interleaved(model: FallbackForCausalLM, kernels: Kernels, texts: Sequenc
     """Returns the logits of each text, whose chunks share steps with the others'."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     backend = make_attention_backend(_CPU, torch.float32, torch.float32, kernels)
+    forward = backend.plan_steps(model)
     memory = allocate_kv_cache(_cache_config(layers), backend, _CPU)
     blocks = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(1)) + 1
     tables = [blocks[i :: len(texts)].to(torch.int32) for i in range(len(texts))]
@@ -127,7 +128,7 @@ def run_interleaved(model: FallbackForCausalLM, kernels: Kernels, texts: Sequenc
         query_lens = np.array([steps[i] for i in live], dtype=np.int64)
         seq_lens = np.array([done[i] + steps[i] for i in live], dtype=np.int64)
         batch = AttentionBatch(query_lens, seq_lens, torch.stack([tables[i] for i in live]), slots)
-        hidden = _forward(model, backend, memory, batch, ids, positions)
+        hidden = _forward(forward, backend, memory, batch, ids, positions)
         for i, part in zip(live, torch.split(model.compute_logits(hidden), query_lens.tolist()), strict=True):
             logits[i].append(part.clone())
             done[i] += steps[i]
@@ -140,7 +141,7 @@ def _next_step(done: int, length: int) -> int:
 
 
 def _forward(
-    model: FallbackForCausalLM,
+    forward: Forward,
     backend: Any,
     memory: KVCacheMemory,
     batch: AttentionBatch,
@@ -149,7 +150,7 @@ def _forward(
 ) -> Tensor:
     metadata = [backend.make_metadata(batch, spec) for spec in memory.specs]
     with set_forward_context(ForwardContext(backend, metadata, memory.layer_groups, memory.caches)):
-        hidden: Tensor = model(ids, positions)
+        hidden: Tensor = forward(ids, positions)
         return hidden
 
 

@@ -2,8 +2,8 @@
 library.
 
 The function is called once for a step of the largest size, while the library records its kernels instead of running
-them. Memory for their results comes from an arena, where it stays. Other torch operations than views cannot be
-recorded: `NotPlannableError`.
+them. Memory for their results comes from an arena, where it stays. Of torch's operations only views, and sums and
+products of two results, can be recorded: `NotPlannableError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.worker.kernels.library import AttentionArgs, Context, StepArgs
+from quire.worker.kernels.library import DTYPES, AttentionArgs, Context, StepArgs
+from quire.worker.kernels.native import NativeActivation
 
 ARENA_BYTES = 1 << 28
 """Size of an arena's address space; the system commits memory where a result is first written."""
@@ -49,6 +50,7 @@ class Arena:
             self._memory = memoryview(mmap.mmap(-1, num_bytes, flags=flags))
         except OSError as e:  # a limit of the address space
             raise NotPlannableError(f"no {num_bytes} bytes of address space for results: {e}") from None
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._end = 0
         self._free: dict[int, list[int]] = {}
 
@@ -61,6 +63,10 @@ class Arena:
         weakref.finalize(piece, free.append, start).atexit = False
         return torch.frombuffer(piece, dtype=dtype)[: torch.Size(shape).numel()].view(*shape)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is, or views, a result."""
+        return 0 <= tensor.data_ptr() - self._address < self._end
+
     def _grow(self, num_bytes: int) -> int:
         start, self._end = self._end, self._end + num_bytes + STAGGER
         if self._end > len(self._memory):
@@ -69,11 +75,12 @@ class Arena:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Lets torch make views, and new tensors in the arena; it computes nothing."""
+    """Lets torch make views, and new tensors in the arena; sums and products are the native kernel's."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, context: Context, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
-        self._arena = arena
+        self._arena, self._num_tokens = arena, num_tokens
+        self._combine = NativeActivation(context)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,8 +89,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handles one torch operation."""
-        if func is torch.ops.aten.empty.memory_format:
+        ops = torch.ops.aten
+        if func is ops.empty.memory_format:
             return self._arena.take(args[0], (kwargs or {}).get("dtype") or torch.get_default_dtype())
+        if func in (ops.add.Tensor, ops.mul.Tensor) and not kwargs:
+            x, y = map(self._rows_of, args)
+            if x is not None and y is not None and args[0].shape == args[1].shape and x.dtype == y.dtype:
+                with self:  # again: the result belongs into the arena
+                    combined = self._combine(x, None, y) if func is ops.add.Tensor else self._combine(x, y)
+                return combined.view(args[0].shape)
+        if func is ops.dropout.default and not args[2]:
+            return args[0]
         if not func.is_view:
             raise NotPlannableError(f"{func} is no native kernel")
         result = func(*args, **(kwargs or {}))
@@ -91,6 +107,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         if memory != {args[0].untyped_storage().data_ptr()}:
             raise NotPlannableError(f"{func} copies here")  # contiguous and reshape may
         return result
+
+    def _rows_of(self, operand: Any) -> Tensor | None:
+        """Returns [num_tokens, elements of each] of an operand; None unless it is such a result."""
+        if not isinstance(operand, Tensor) or operand.dtype not in DTYPES or not self._arena.holds(operand):
+            return None
+        shape = operand.shape[operand.dim() > 1 and operand.shape[0] == 1 :]
+        if len(shape) < 2 or shape[0] != self._num_tokens:
+            return None
+        try:
+            return operand.view(self._num_tokens, -1)
+        except RuntimeError:  # the elements of a token are not in their order
+            return None
 
 
 class Plan:
@@ -117,7 +145,7 @@ class Plan:
         weakref.finalize(self, cdll.qk_destroy_plan, self._handle)
         context.is_recording = True
         try:
-            with Recorder(arena):
+            with Recorder(arena, context, max_num_tokens):
                 self._result = function(ids, positions)
         finally:
             context.is_recording = False

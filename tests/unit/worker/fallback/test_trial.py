@@ -12,6 +12,7 @@ from torch import nn
 
 from quire.config.model_impl import certified_models
 from quire.errors import UnsupportedModelError
+from quire.worker.attention.native_backend import NativeAttentionBackend, StepPlanner
 from quire.worker.fallback import interface, trial
 from quire.worker.fallback.interface import View, recognize
 
@@ -71,6 +72,19 @@ def test_what_quire_cannot_run_is_refused_by_name(name: str, reason: str) -> Non
 def certify(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     trial.certify(getattr(transformers, name), tiny_config(name))
+
+
+def test_steps_are_planned_where_all_runs_on_kernels(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planners: list[StepPlanner] = []
+
+    def plan(backend: Any, model: Any) -> StepPlanner:
+        planners.append(StepPlanner(model, backend))
+        return planners[-1]
+
+    monkeypatch.setattr(NativeAttentionBackend, "plan_steps", plan)
+    certify("LlamaForCausalLM")
+    certify("CohereForCausalLM")  # rotates pairs
+    assert [planner.is_planned for planner in planners] == [True, False]
 
 
 @pytest.mark.parametrize("view", [View(), View(window=17), View(chunk=16)], ids=str)
