@@ -72,6 +72,21 @@ def test_a_plan_repeats_the_calls_to_the_bit(kernels: NativeKernels, dtype: torc
         assert torch.equal(plan.run(*inputs, []), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_and_products_of_results_are_repeated(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    toy = Toy(kernels, dtype)
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        x = toy.embedding.lookup(ids)[None]
+        a, b, c = toy.qkv(x[0])[None].split(DIM, dim=-1)
+        return toy.norm((x + a * b + torch.dropout(c, 0.5, False))[0])
+
+    plan = Plan(kernels.context, forward, 20, [])
+    for n in (1, 20, 7):
+        inputs = make_inputs(n)
+        assert torch.equal(plan.run(*inputs, []), forward(*inputs))
+
+
 def test_nothing_is_computed_while_it_is_recorded(kernels: NativeKernels) -> None:
     written = torch.zeros(4, DIM)
     kernel = kernels.rms_norm(torch.ones(DIM), NormSpec(eps=1e-5))
@@ -87,6 +102,7 @@ def test_nothing_is_computed_while_it_is_recorded(kernels: NativeKernels) -> Non
     ("forward", "message"),
     [
         (lambda toy, ids, positions: toy.embedding.lookup(ids) * 2, r"aten\.mul\.Tensor is no native kernel"),
+        (lambda toy, ids, positions: toy.tables[0][:20] + toy.embedding.lookup(ids)[:, :8], r"aten\.add\.Tensor is no"),
         (lambda toy, ids, positions: toy.norm(toy.qkv(toy.embedding.lookup(ids))[:, ::3]), r"aten\.\w+\.default"),
         (lambda toy, ids, positions: toy.embedding.lookup(ids[:3]), "something else than each token"),
         (lambda toy, ids, positions: toy.embedding.lookup(positions[1:]), "something else than each token"),
