@@ -102,9 +102,9 @@ def answer_head(exchange: Exchange, body: PoolingBody, prefix: str, model: str) 
     }
 
 
-def count_tokens(prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def count_tokens(outputs: Sequence[PoolingRequestOutput | ScoringRequestOutput]) -> dict[str, Any]:
     """Returns the usage of a request that generates nothing."""
-    num_tokens = sum(map(len, prompts))
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {
         "prompt_tokens": num_tokens,
         "total_tokens": num_tokens,

@@ -72,7 +72,7 @@ async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: st
     state = exchange.state
     model = state.check_model(body.model)
     outputs = await pool_input(exchange, body, body.params(task))
-    usage = count_tokens([output.prompt_token_ids for output in outputs])
+    usage = count_tokens(outputs)
     head, data = answer_head(exchange, body, prefix, model), embedding_data(body, outputs, kind)
     return json_response({**head, **data, "usage": usage})
 
@@ -90,7 +90,7 @@ async def classify(exchange: Exchange) -> Response:
         probs = output.outputs.data
         label = labels[int(probs.argmax())] if labels else None
         data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
-    usage = count_tokens([output.prompt_token_ids for output in outputs])
+    usage = count_tokens(outputs)
     return json_response({**answer_head(exchange, body, "classify", model), "data": data, "usage": usage})
 
 
@@ -170,7 +170,7 @@ async def score(exchange: Exchange) -> Response:
     model = exchange.state.check_model(body.model)
     with naming("text_2"):
         outputs = await _score(exchange, body, pair_texts(*body.texts(), names=("text_1", "text_2")))
-    usage = count_tokens([output.prompt_token_ids for output in outputs])
+    usage = count_tokens(outputs)
     return json_response({**answer_head(exchange, body, "score", model), **score_data(outputs), "usage": usage})
 
 
@@ -181,7 +181,7 @@ async def rerank(exchange: Exchange) -> Response:
     texts = body.texts()
     with naming("documents"):
         outputs = await _score(exchange, body, pair_texts(body.question(), texts, names=("query", "documents")))
-    usage = count_tokens([output.prompt_token_ids for output in outputs])
+    usage = count_tokens(outputs)
     head = answer_head(exchange, body, "rerank", model)
     return json_response({"id": head["id"], "model": model, "usage": usage, **rank(body, texts, outputs)})
 
