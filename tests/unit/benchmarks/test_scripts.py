@@ -59,6 +59,10 @@ def test_what_large_bodies_do() -> None:
         ("-m", "benchmarks.what_if", "--rounds=1", "--num-prompts=60", "--load=at once"),
         pytest.param(("benchmarks/sampling.py", "--reps=1"), marks=needs_kernels),
         pytest.param(("benchmarks/kernel_speed.py", "--shapes=tiny", "--rows=1", "--threads=1"), marks=needs_kernels),
+        pytest.param(
+            ("benchmarks/kernel_speed.py", "--shapes=tiny", "--rows=1", "--threads=1", "--only=quantized,rows"),
+            marks=needs_kernels,
+        ),
     ],
 )
 def test_the_other_benchmarks_run(words: tuple[str, ...]) -> None:
