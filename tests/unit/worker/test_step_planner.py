@@ -22,11 +22,6 @@ from quire.worker.kernels.plan import Arena, Plan
 from .conftest import MakeCheckpoint
 from .test_row_invariance import MAX_REQS, LogitsOfRequests, make_prompts
 
-NOT_PLANNED = {
-    *("gemma4_text", "gemma4_unified_text"),  # a learned factor of each layer
-}
-"""Families with layers that torch computes."""
-
 
 def make_requests(path: Path, dtype: str, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> LogitsOfRequests:
     kernels = NativeKernels(Context(library, 2, library.instruction_sets()[0]))
@@ -45,7 +40,7 @@ def test_a_planned_step_has_the_bits_of_the_model(
 ) -> None:
     requests = make_requests(tiny_checkpoint(family), "bfloat16", library, monkeypatch)
     planned, _ = requests.run(make_prompts(), seed=3, max_num_reqs=MAX_REQS)
-    assert planner_of(requests).is_planned == (family not in NOT_PLANNED)
+    assert planner_of(requests).is_planned
     monkeypatch.setattr(native_backend, "MAX_PLANNED_TOKENS", 0)
     by_modules, _ = requests.run(make_prompts(), seed=3, max_num_reqs=MAX_REQS)
     assert all(torch.equal(a, b) for a, b in zip(planned, by_modules, strict=True))

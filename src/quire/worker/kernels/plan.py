@@ -2,8 +2,8 @@
 library.
 
 The function is called once for a step of the largest size, while the library records its kernels instead of running
-them. Memory for their results comes from an arena, where it stays. Of torch's operations only views, and sums and
-products of two results, can be recorded: `NotPlannableError`.
+them. Memory for their results comes from an arena, where it stays. Of torch's operations only views, copies, and sums
+and products of two results, can be recorded: `NotPlannableError`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Arena:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Lets torch make views, and new tensors in the arena; sums and products are the native kernel's."""
+    """Lets torch make views, and new tensors in the arena; copies, sums and products are the native kernel's."""
 
     def __init__(self, arena: Arena, context: Context, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
@@ -98,6 +98,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
                 with self:  # again: the result belongs into the arena
                     combined = self._combine(x, None, y) if func is ops.add.Tensor else self._combine(x, y)
                 return combined.view(args[0].shape)
+        if func is ops.clone.default and (x := self._rows_of(args[0])) is not None:
+            with self:
+                return self._combine(x).view(args[0].shape)
         if func is ops.dropout.default and not args[2]:
             return args[0]
         if not func.is_view:

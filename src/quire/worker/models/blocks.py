@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.config.hf_config import HFConfig
-from quire.worker.kernels.base import ActivationKernel, Kernels
+from quire.worker.kernels.base import ActivationKernel, Kernels, RotationKernel
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import LinearSpec, XieluSpec
 from quire.worker.layers.linear import Embedding, Linear, Scale, side_by_side
 from quire.worker.layers.moe import MoE
-from quire.worker.layers.norm import Norm
+from quire.worker.layers.norm import Norm, RMSNorm
 from quire.worker.layers.weights import KernelModule, weight
 from quire.worker.models.attention import SelfAttention
 from quire.worker.models.latent import LatentAttention
@@ -187,24 +186,35 @@ class ParallelTwoBlock(Block):
         return y
 
 
-class LayerInputs(nn.Module):
+class LayerInputs(KernelModule):
     """Makes inputs of layers, beside their hidden states: a vector of `size` elements for each token and layer, the sum
     of a row of the layer's own embedding table and of a projection of the token's embedding (Gemma 3n, 4)."""
 
     def __init__(self, hf: HFConfig, spec: DecoderSpec, size: int) -> None:
         super().__init__()
         self.size, self.vocab_size = size, hf.size("vocab_size_per_layer_input")
+        self.lacks_ids = self.vocab_size < hf.vocab_size
         self.embed_tokens = Embedding(self.vocab_size, len(spec.layers) * size)
+        self.scale = Scale(size**0.5, rounds=True)
         self.projection = Linear(hf.hidden_size, len(spec.layers) * size, spec=LinearSpec(divisor=hf.hidden_size**0.5))
         self.projection_norm = make_norm(spec, size)
+        self.scale_of_sum = Scale(2.0**-0.5)
+        self._kernel: RotationKernel | None = None
+
+    def prepare(self, kernels: Kernels) -> RotationKernel:
+        norm = self.projection_norm
+        assert isinstance(norm, RMSNorm)
+        self._kernel = kernel = kernels.rotation(self.size, norm.weight.data, norm.weight.data, norm.spec)
+        return kernel
 
     def forward(self, input_ids: Tensor, x: Tensor) -> Iterator[tuple[Tensor]]:
         """Yields the input of each layer, [num_tokens, size]. input_ids: [num_tokens]; ids that the table lacks count
         as 0. x: [num_tokens, hidden], their embeddings."""
-        rows = self.embed_tokens(input_ids.where(input_ids < self.vocab_size, 0))
-        rows = rows * torch.tensor(self.size**0.5, dtype=x.dtype).item()  # rounded as the embedding's multiplier is
-        projected = self.projection(x).view(-1, self.size)  # [num_tokens * num_layers, size]
-        inputs = (self.projection_norm(projected) + rows.view(-1, self.size)) * 2.0**-0.5
+        ids = input_ids.where(input_ids < self.vocab_size, 0) if self.lacks_ids else input_ids
+        rows = self.scale(self.embed_tokens(ids))  # [num_tokens, num_layers * size]
+        projected = self.projection(x)
+        projected, _ = (self._kernel or self.prepare(TORCH_KERNELS))(projected, projected[:, :0], None)
+        inputs = self.scale_of_sum(projected + rows)
         for own in inputs.view(len(x), -1, self.size).unbind(1):
             yield (own,)
 
@@ -224,7 +234,7 @@ class LayerInput(nn.Module):
         return y
 
 
-class Gemma4Block(SandwichBlock):
+class Gemma4Block(SandwichBlock, KernelModule):
     """A sandwich whose MLP may have experts beside it, and which may end with an input of the layer's own; the sum of
     all is scaled by a learned number (Gemma 4)."""
 
@@ -238,6 +248,12 @@ class Gemma4Block(SandwichBlock):
             self.post_feedforward_layernorm_2 = make_norm(spec, hf.hidden_size)
         self.own = None if spec.layer_input_size is None else LayerInput(hf, spec, spec.layer_input_size)
         self.layer_scalar = weight(1)
+        self._kernel: ActivationKernel | None = None
+
+    def prepare(self, kernels: Kernels) -> ActivationKernel:
+        factor = self.layer_scalar.item()
+        self._kernel = kernel = kernels.xielu(XieluSpec(positive=0.0, negative=0.0, slope=factor))  # a product
+        return kernel
 
     def forward(self, x: Tensor, rotations: Rotations, own: Tensor | None = None) -> Tensor:
         """`own`, [num_tokens, layer_input_size], is the layer's own input."""
@@ -248,7 +264,7 @@ class Gemma4Block(SandwichBlock):
             y = self.post_feedforward_layernorm_2(experts, self.post_feedforward_layernorm_1(y))
         y = self.post_feedforward_layernorm(y, x)
         y = y if self.own is None else self.own(y, own)
-        return y * self.layer_scalar
+        return (self._kernel or self.prepare(TORCH_KERNELS))(y)
 
 
 BLOCKS: Mapping[str, type[Block]] = {
