@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"seeds: fresh, again with QUIRE_TEST_SEED={BASE_SEED}" if FRESH else "seeds: the same in every run"
+    return f"seeds: fresh, again with TESTS_SEED={BASE_SEED}" if FRESH else "seeds: the same in every run"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,7 +2,7 @@
 
 A kernel's test has a row for each combination of shape, specification, type and instruction set. Faults of kernels
 show with one value or with two together, so the default suite takes rows until every pair of values has met. All rows
-run with QUIRE_TEST_ROWS=all, which `scripts/test` sets when the kernels have changed.
+run with TESTS_ROWS=all, which `scripts/test` sets when the kernels have changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.seeds import FRESH
 
-ALL_ROWS = FRESH or os.environ.get("QUIRE_TEST_ROWS") == "all"
+ALL_ROWS = FRESH or os.environ.get("TESTS_ROWS") == "all"
 Row = Mapping[str, Hashable]
 
 

@@ -1,10 +1,10 @@
 """Seeds and volume of every random test, decided in one place.
 
 The default suite uses constant seeds, so that a failure is there again in the next run, and a small volume. The fresh
-tier (`scripts/test --fresh`) sets QUIRE_TEST_SEED to a base seed, from which every other seed follows, and uses a
+tier (`scripts/test --fresh`) sets TESTS_SEED to a base seed, from which every other seed follows, and uses a
 hundred times the volume. It prints the base seed. To run a failed test of that tier again, give the same base seed:
 
-    QUIRE_TEST_SEED=1234 scripts/test tests/wire/test_fuzz.py
+    TESTS_SEED=1234 scripts/test tests/wire/test_fuzz.py
 
 A random test carries the mark `fresh` and draws from `seed_of`, `seeds` and `volume`; Hypothesis' tests carry it by
 themselves, with `examples` where they say how many.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-BASE_SEED = os.environ.get("QUIRE_TEST_SEED") or None
+BASE_SEED = os.environ.get("TESTS_SEED") or None
 """Base seed of the fresh tier; None: constant seeds."""
 FRESH = BASE_SEED is not None
 MORE = 100

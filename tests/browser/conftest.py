@@ -1,7 +1,7 @@
 """A real server of the demo model, a real headless browser, and a directory for what the browser shows.
 
 `scripts/test -m browser` runs these tests and leaves their screenshots in build/screenshots. The browser is Chromium:
-the one QUIRE_TEST_BROWSER names, the system's, or Playwright's own.
+the one TESTS_BROWSER names, the system's, or Playwright's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLAGS = (
 
 def find_browser(own: str) -> str | None:
     """A browser's program: `own` is where Playwright's would be."""
-    named = os.environ.get("QUIRE_TEST_BROWSER")
+    named = os.environ.get("TESTS_BROWSER")
     if named:
         return named
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -51,7 +51,7 @@ def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
         program = find_browser(playwright.chromium.executable_path)
         if program is None:
-            pytest.skip("there is no browser: apt install chromium, or name one with QUIRE_TEST_BROWSER")
+            pytest.skip("there is no browser: apt install chromium, or name one with TESTS_BROWSER")
         browser = playwright.chromium.launch(executable_path=program)
         yield browser
         browser.close()

@@ -62,10 +62,8 @@ def serve_command(*flags: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Without the variables of the tests, which a server would not start with: it knows all that begin with QUIRE_."""
     path = os.pathsep.join([str(SRC), str(SRC.parent)])
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_TEST_")}
-    return {**inherited, "PYTHONPATH": path, "QUIRE_LOGGING_LEVEL": "INFO"}
+    return {**os.environ, "PYTHONPATH": path, "QUIRE_LOGGING_LEVEL": "INFO"}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A real server of the demo model under load, scraped by a real Prometheus with the rules of deploy/.
 
-`scripts/test -m prometheus` runs these tests. The programs are those that QUIRE_TEST_PROMETHEUS and
-QUIRE_TEST_PROMTOOL name, or the system's.
+`scripts/test -m prometheus` runs these tests. The programs are those that TESTS_PROMETHEUS and
+TESTS_PROMTOOL name, or the system's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SIGNS_OF_LOAD = (
 
 def find_program(name: str) -> str:
     """Its path; without one, the test is skipped."""
-    variable = f"QUIRE_TEST_{name.upper()}"
+    variable = f"TESTS_{name.upper()}"
     found = os.environ.get(variable) or shutil.which(name)
     if found is None:
         pytest.skip(f"there is no {name}: apt install prometheus, or name one with {variable}")
