@@ -8,14 +8,13 @@ import json
 import sys
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from quire.cli.batch_files import InputRow, row_id
 from quire.config.server import ServerConfig
-from quire.errors import EngineDeadError, ValidationError, nearest
+from quire.errors import ValidationError, nearest
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.endpoint import DEFAULT_SEED, Endpoint
 from quire.frontend.http.errors import error_body
@@ -54,29 +53,14 @@ class RowServer:
         self._urls = [url for url, (endpoint, _) in self._routes.items() if endpoint.is_for(state.supported_tasks)]
 
     async def run(self, rows: Iterator[InputRow], window: int, write: Callable[[str, dict[str, Any]], None]) -> None:
-        """Answers all rows and calls `write` with the key of each and its result. From `window` / 2 to `window` rows
-        are under way. Raises EngineDeadError once the engine is gone for good."""
-
-        half = asyncio.Barrier(max(1, window // 2))
+        """Answers all rows, `window` at a time, and calls `write` with the key of each and its result. Raises
+        EngineDeadError once the engine is gone for good."""
 
         async def answer_some() -> None:
-            with suppress(asyncio.BrokenBarrierError):
-                for row in rows:
-                    write(row.key, await self._answer(row))
-                    await half.wait()  # rows that come one by one would be computed in steps of a few, too
-            await half.abort()  # there are no more rows: the others end
+            for row in rows:
+                write(row.key, await self._answer(row))
 
-        # The engine waits for the first window: its first steps would be of a few rows each.
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
-        answered = asyncio.gather(*(answer_some() for _ in range(window)))
-        await asyncio.sleep(0)
-        while not self._engine.errored:
-            try:
-                await self._engine.resume_generation()
-                break
-            except EngineDeadError:  # a row has killed cores before they answered; it is isolated now
-                continue
-        await answered
+        await asyncio.gather(*(answer_some() for _ in range(window)))
 
     async def _answer(self, row: InputRow) -> dict[str, Any]:
         """Returns the result in OpenAI's form."""
