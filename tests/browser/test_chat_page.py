@@ -345,6 +345,9 @@ def test_a_pooling_model_offers_no_chat(window: Window) -> None:
     assert page.locator("#prompt").is_disabled()
     assert page.locator("#send").is_disabled()
     assert page.locator(".empty button:enabled").count() == 0
+    page.evaluate("location.hash = 'another'")
+    page.get_by_text("This conversation is not in this browser.").wait_for()
+    assert page.locator(".empty button:enabled").count() == 0
     window.check()
 
 

@@ -112,10 +112,17 @@ async function readTasks() {
   }
 }
 
+let writesText = true;
+
 /** A pooling model answers no chat: then there is nothing to type. */
 function offerChat(tasks) {
   if (tasks.includes("generate")) return;
+  writesText = false;
   page.complain(`${page.model} does not write text. It is served for: ${tasks.join(", ")}. The API page has the routes.`);
+  disableInput();
+}
+
+function disableInput() {
   for (const node of document.querySelectorAll(".empty button, #prompt, #send")) node.disabled = true;
 }
 
@@ -128,6 +135,7 @@ async function open(id) {
   if (record) settings.values = record.settings;
   current = live ?? new Thread(record ?? newRecord(), page);
   byId("shown").replaceChildren(current.messages.length ? current.node : emptyPage());
+  if (!writesText) disableInput();
   follows = true;
   scrollDown();
   showTitle();
