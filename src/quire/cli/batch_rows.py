@@ -35,7 +35,8 @@ UNLIMITED: dict[str, Any] = {
 
 
 class RowServer:
-    """Answers rows. Their urls are the server's routes for work that have a body."""
+    """Answers rows of a batch by the server's routes. The url of a row is a route that runs the model and takes a
+    body."""
 
     def __init__(self, engine: AsyncLLM, **settings: Any) -> None:
         """`settings` are fields of `ServerConfig`. Raises ConfigError for those that do not fit the model."""

@@ -1,10 +1,10 @@
 """Rotary embeddings of transformers' models on Quire's kernel.
 
-A module is adopted if it answers with cosines whose rows have two equal halves: elements of the first half of a head
-turn with those of the second.
+A rotary module is adopted if the rows of its cosines have two equal halves: it rotates each element of the first half
+of a head with one of the second, as the kernel does. It attaches its table to the cosines that it returns.
 
-Nearly every family rotates by a function (q, k, cos, sin) of its file. The cosines of an adopted rotary module name
-their table, too, and the function, wrapped, then calls the kernel. For other cosines it is what it was.
+Nearly every family rotates by a function (q, k, cos, sin) of its modeling file. It is wrapped: it calls the kernel for
+such cosines, and the original function for all others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AdoptedRotary(nn.Module):
             return original(x, position_ids, *args, **kwargs)
         try:
             answer = original(x, position_ids, *args, **kwargs)
-        except NotPlannableError:  # a step is recorded: what stands in is no kernel's result, which no operation takes
+        except NotPlannableError:  # a step is being recorded; only the wrapped function can use this placeholder
             answer = tables[0][:1, :1].expand(1, position_ids.shape[1], 2 * tables[0].shape[1]), tables[1]
         setattr(answer[0], _NAME, (RotaryAngles(*tables, position_ids[0]), self.kernel_of))
         return answer
@@ -69,7 +69,7 @@ def _halve(answers: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def _rotating(function: Any) -> Any:
-    """Returns `function`, (q, k, cos, sin) to q and k, by a kernel for the cosines of an adopted module."""
+    """Returns `function`, (q, k, cos, sin) to q and k, wrapped: for an adopted module's cosines it calls a kernel."""
 
     @functools.wraps(function)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:

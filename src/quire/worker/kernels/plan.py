@@ -75,7 +75,7 @@ class Arena:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Lets torch make views, and new tensors in the arena; copies, sums and products are the native kernel's."""
+    """Lets torch make views, and new tensors in the arena; a native kernel computes copies, sums and products."""
 
     def __init__(self, arena: Arena, context: Context, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         return result
 
     def _rows_of(self, operand: Any) -> Tensor | None:
-        """Returns [num_tokens, elements of each] of an operand; None unless it is such a result."""
+        """Returns an operand as [num_tokens, elements of a token]; None unless it is a result with a row per token."""
         if not isinstance(operand, Tensor) or operand.dtype not in DTYPES or not self._arena.holds(operand):
             return None
         shape = operand.shape[operand.dim() > 1 and operand.shape[0] == 1 :]
