@@ -53,6 +53,7 @@ from quire.wire.stats import (
     PrefixCacheStats,
     RequestSnapshot,
     SchedulerStats,
+    SpecDecodeMetrics,
     SpecDecodingStats,
 )
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
@@ -128,7 +129,8 @@ PROMPT_LOGPROBS = LogprobsTensors(
 )
 PREFIX_STATS = PrefixCacheStats(True, 1, 20, 16, 2, 40, 32)
 EVICTION = KVCacheEvictionEvent(1.5, 0.25, (0.5, 0.125))
-SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1])
+SPEC_METRICS = SpecDecodeMetrics(3, 2, True)
+SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1], 1, 1, 9, {"budget": 3}, 0.25, False)
 STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
@@ -153,10 +155,11 @@ OUTPUT = EngineCoreOutput(
     num_nans_in_logits=1,
     error_message="it failed",
     error_type="ValidationError",
+    spec_decode_metrics=SPEC_METRICS,
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
-NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA)
+NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt")
 CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
 BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
@@ -191,6 +194,7 @@ FULL: dict[str, Any] = {
         prompt_is_token_ids=[True, False, True],
         reasoning_ended=True,
         reasoning_parser_kwargs={"a": 1},
+        prediction_token_ids=[7, 8],
     ),
     "EngineCoreEvent": EVENT,
     "EngineCoreOutput": OUTPUT,
@@ -223,7 +227,7 @@ FULL: dict[str, Any] = {
     "ModelRunnerOutput": ModelRunnerOutput(
         ["r"], [[5]], {"r": LOGPROBS}, {"r": PROMPT_LOGPROBS}, {"r": SMALL_ARRAY}, {"r": 1}
     ),
-    "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]]),
+    "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]], ["r"], 0.25, False),
     "EngineZmqAddresses": ADDRESSES,
     "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b", True),
     "ApiLaunch": ApiLaunch(
@@ -259,6 +263,7 @@ FULL: dict[str, Any] = {
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,
     "KVCacheEvictionEvent": EVICTION,
+    "SpecDecodeMetrics": SPEC_METRICS,
     "SpecDecodingStats": SPEC_STATS,
     "PrefillStats": PREFILL_STATS,
     "SchedulerStats": SCHEDULER_STATS,

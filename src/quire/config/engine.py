@@ -9,6 +9,7 @@ from quire.config.flags import flag, parse_human_int
 from quire.config.model import ModelConfig
 from quire.config.model_impl import TRANSFORMERS
 from quire.config.observability import ObservabilityConfig
+from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError
 
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -245,3 +246,4 @@ class EngineConfig:
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     structured_outputs_config: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     frontend_config: FrontendConfig = field(default_factory=FrontendConfig)
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)

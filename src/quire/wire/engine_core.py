@@ -20,7 +20,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import Stamp
 from quire.wire.execution import LogprobsLists, LogprobsTensors
-from quire.wire.stats import PrefillStats, SchedulerStats
+from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodeMetrics
 
 PauseMode = Literal["abort", "wait", "keep"]
 """abort: end all requests now. wait: let them finish, then pause. keep: freeze them until `resume`."""
@@ -96,6 +96,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     reasoning_ended: bool | None = None
     """True if the prompt contains the end of the reasoning."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    prediction_token_ids: list[int] = []
+    """Tokens that the user expects in the output; drafts are made of them. They change no token."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
@@ -150,6 +152,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Not used; keeps the position of the field after it."""
     error_type: str = ""
     """When `finish_reason` is ERROR: name of its class in `quire.errors`; empty for a GenerationError."""
+    spec_decode_metrics: SpecDecodeMetrics | None = None
+    """None where no drafts of the request were verified."""
 
     @property
     def finished(self) -> bool:

@@ -33,6 +33,10 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     output_token_ids: list[int] = []
     """Generated so far: empty for a fresh request, not for a resumed one."""
     lora_request: LoRARequest | None = None
+    prediction_token_ids: list[int] = []
+    """Tokens that the user expects in the output."""
+    cache_salt: str | None = None
+    """Isolates what a drafter remembers of past outputs, as it isolates the prefix cache."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -133,3 +137,9 @@ class DraftTokenIds(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
     req_ids: list[str]
     draft_token_ids: list[list[int]]
+    predicted_req_ids: list[str] = []
+    """Requests whose drafts come from their prediction."""
+    seconds: float = 0.0
+    """Time that drafting took."""
+    is_enabled: bool = True
+    """False once the drafter has failed: there will be no more drafts."""

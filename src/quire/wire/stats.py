@@ -51,14 +51,38 @@ class KVCacheEvictionEvent(msgspec.Struct, array_like=True, omit_defaults=True, 
     reuse_gaps_s: tuple[float, ...] = ()
 
 
+class SpecDecodeMetrics(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Drafts of one request that one step verified."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int = 0
+    """Kept: equal to the tokens drawn, and not cut off by a stop."""
+    from_prediction: bool = False
+    """True if the drafts came from the request's prediction."""
+
+
 class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Draft tokens proposed and accepted in one step."""
+    """Draft tokens proposed and accepted in one step.
+
+    num_draft_tokens == num_accepted_tokens + num_rejected_tokens + num_cut_tokens. What was proposed is verified later
+    or is in `num_unused_tokens`.
+    """
 
     num_spec_tokens: int
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
+    num_rejected_tokens: int = 0
+    num_cut_tokens: int = 0
+    """Drafts that matched behind a token that ended the request."""
+    num_proposed_tokens: int = 0
+    num_unused_tokens: dict[str, int] = {}
+    """Proposed and never verified, by reason."""
+    draft_seconds: float = 0.0
+    """Time that the drafter took."""
+    is_enabled: bool = True
+    """False after the drafter has failed."""
 
     def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Counts one draft of which the first `num_accepted_tokens` were accepted."""

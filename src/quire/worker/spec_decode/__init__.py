@@ -1,0 +1,1 @@
+"""Speculative decoding in the worker: drafters, and how many drafts pay."""
