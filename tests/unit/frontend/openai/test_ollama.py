@@ -88,6 +88,7 @@ def test_the_lists_name_the_served_model() -> None:
     async def test(server: Server) -> None:
         (card,) = (await server.get("/api/tags")).json()["models"]
         assert (card["name"], card["model"], card["details"]["family"]) == ("demo", "demo", "llama")
+        assert card["details"]["quantization_level"] == "BF16"
         assert card["size"] > 1000
         (running,) = (await server.get("/api/ps")).json()["models"]
         assert running["context_length"] == server.state.max_model_len

@@ -97,6 +97,12 @@ def test_only_json_is_read() -> None:
         headers = {"content-type": "text/plain"}
         response = await server.client.post("/v1/completions", content=b'{"prompt":"x"}', headers=headers)
         assert response.status_code == 415
+        form = {"content-type": "application/x-www-form-urlencoded"}  # of curl -d, and of a foreign page's form
+        body = b'{"prompt":"x","max_tokens":1}'
+        assert (await server.client.post("/v1/completions", content=body, headers=form)).status_code == 200
+        for origin in ("http://evil.example", "null"):
+            headers = form | {"origin": origin}
+            assert (await server.client.post("/v1/completions", content=body, headers=headers)).status_code == 415
         headers = {"content-type": "application/json"}
         for content in (b'{"model":', b'{"prompt":"x","temperature":NaN}', b"\xff", b'{"prompt":"\\ud800"}'):
             response = await server.client.post("/v1/completions", content=content, headers=headers)

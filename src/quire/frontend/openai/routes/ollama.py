@@ -47,6 +47,7 @@ EMBEDDINGS = BodyReader(OllamaEmbeddingsBody)
 SHOW = BodyReader(ShowBody)
 NDJSON = b"application/x-ndjson"
 _NS = 1_000_000_000
+_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 Piece = dict[str, Any]
 """Part of an answer: some of `content`, `thinking` and `tool_calls`."""
@@ -285,7 +286,7 @@ def _details(state: ServerState) -> Mapping[str, Any]:
         "family": _family(state),
         "families": [_family(state)],
         "parameter_size": "",
-        "quantization_level": model.quantization or model.dtype,
+        "quantization_level": model.quantization or _TYPES.get(model.hf_config.dtype or "", ""),
     }
 
 
