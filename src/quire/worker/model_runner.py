@@ -18,7 +18,7 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, ForwardContext, set_forward_context
+from quire.worker.attention.backend import AttentionBackend, AttentionBatch, ForwardContext, States, set_forward_context
 from quire.worker.attention.layer import Attention
 from quire.worker.input_batch import InputBatch, StepInputs, make_step_inputs
 from quire.worker.kernels.base import Kernels
@@ -30,8 +30,8 @@ from quire.worker.step_sampler import PendingStep, StepSampler
 class Model(Protocol):
     """The interface of the classes in `worker/models` (nn.Modules). A model that pools has no logits."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[num_tokens] each; returns hidden states [num_tokens, hidden_size]."""
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> States:
+        """[num_tokens] each; returns hidden states [num_tokens, hidden_size], and after them those of its taps."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class ModelRunner:
         inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device)
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
         segments = None if self.pooler is None else self.pooler.segments(req_ids, inputs)
-        hidden = self._forward(
+        hidden, *_ = self._forward(
             inputs.input_ids, inputs.positions, inputs.query_lens, inputs.attention, self.kv_cache, segments
         )
         if self.pooler is not None:
@@ -178,7 +178,8 @@ class ModelRunner:
         attention: Sequence[AttentionBatch],
         kv_cache: KVCacheMemory,
         segments: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
+        """Returns the last hidden states, and those of the model's taps."""
         if self._transient is not None:
             attention, kv_cache = [self._transient.place(query_lens)], self._transient.memory
         metadata = [
@@ -187,7 +188,8 @@ class ModelRunner:
         with set_forward_context(
             ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches, segments)
         ):
-            return self._run_model(input_ids, positions)
+            states = self._run_model(input_ids, positions)
+        return states if isinstance(states, tuple) else (states,)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
         indices = inputs.logits_indices
@@ -229,7 +231,7 @@ class ModelRunner:
         ]
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         on_device = torch.from_numpy(positions).to(self.device)
-        hidden = self._forward(input_ids, on_device, query_lens, attention, kv_cache)
+        hidden, *_ = self._forward(input_ids, on_device, query_lens, attention, kv_cache)
         if self.pooler is not None:
             return
         self.sampler.sample_dummy(self.model.compute_logits(hidden[:num_reqs]))

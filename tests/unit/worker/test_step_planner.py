@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.testing.tiny_models import FAMILIES
 from quire.worker.attention import native_backend
-from quire.worker.attention.backend import ForwardContext, KVCache, set_forward_context
+from quire.worker.attention.backend import ForwardContext, KVCache, States, set_forward_context
 from quire.worker.attention.native_backend import NativeAttentionBackend, StepPlanner
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
@@ -44,6 +44,39 @@ def test_a_planned_step_has_the_bits_of_the_model(
     monkeypatch.setattr(native_backend, "MAX_PLANNED_TOKENS", 0)
     by_modules, _ = requests.run(make_prompts(), seed=3, max_num_reqs=MAX_REQS)
     assert all(torch.equal(a, b) for a, b in zip(planned, by_modules, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4_text", "deepseek_v2"])
+def test_a_planned_step_returns_the_inputs_of_tapped_layers(
+    family: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(tiny_checkpoint(family), "bfloat16", library, monkeypatch)
+    runner, model = requests.worker.runner, cast(Any, requests.worker.runner.model)
+    run_model, prompts, steps = runner._run_model, make_prompts(), []  # type: ignore[var-annotated]
+
+    def record(*inputs: Tensor) -> States:
+        states = run_model(*inputs)
+        steps.append([x.clone() for x in states])
+        return states
+
+    plain, _ = requests.run(prompts, seed=3, max_num_reqs=MAX_REQS)
+    runner._run_model = run_model = runner.backend.plan_steps(model)
+    model.model.taps = (0, 2)
+    monkeypatch.setattr(runner, "_run_model", record)
+    tapped, _ = requests.run(prompts, seed=3, max_num_reqs=MAX_REQS)
+    assert isinstance(run_model, StepPlanner)
+    assert run_model.is_planned
+    assert all(torch.equal(a, b) for a, b in zip(plain, tapped, strict=True))
+    planned = steps.copy()
+    steps.clear()
+    inputs: list[Tensor] = []
+    for i in model.model.taps:
+        model.model.layers[i].register_forward_pre_hook(lambda layer, args: inputs.append(args[0].clone()))
+    monkeypatch.setattr(native_backend, "MAX_PLANNED_TOKENS", 0)
+    requests.run(prompts, seed=3, max_num_reqs=MAX_REQS)
+    for i, (a, b) in enumerate(zip(planned, steps, strict=True)):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(a[1:], inputs[2 * i : 2 * i + 2], strict=True))
 
 
 def test_new_weights_and_a_new_cache_get_a_new_plan(
@@ -96,7 +129,9 @@ def test_a_plan_that_does_not_repeat_the_model_is_not_used(
     ids = torch.tensor([3, 1])
     with set_forward_context(ForwardContext(backend, [], {}, caches)), caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert torch.equal(planner(ids, ids), model(ids, ids))
+            found = planner(ids, ids)
+            assert isinstance(found, Tensor)
+            assert torch.equal(found, model(ids, ids))
             assert not planner.is_planned
     assert [r.message for r in caplog.records] == [
         "steps are not planned: the plan of this model does not repeat its results"
@@ -114,11 +149,13 @@ class TwoLayers:
         return self.linear(self.table.lookup(ids))
 
 
-def make_planner(library: NativeLibrary) -> tuple[StepPlanner, ForwardContext]:
+def make_planner(
+    library: NativeLibrary, model: type[TwoLayers | SideBySide] = TwoLayers
+) -> tuple[StepPlanner, ForwardContext]:
     kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))
     backend = NativeAttentionBackend(kernels)
     caches: dict[str, Any] = {"layer": KVCache(torch.empty(1), torch.empty(1))}
-    return StepPlanner(TwoLayers(kernels), backend), ForwardContext(backend, [], {}, caches)
+    return StepPlanner(model(kernels), backend), ForwardContext(backend, [], {}, caches)
 
 
 def check_step(planner: StepPlanner, context: ForwardContext, num_tokens: int) -> None:
@@ -126,7 +163,32 @@ def check_step(planner: StepPlanner, context: ForwardContext, num_tokens: int) -
     ids = torch.arange(num_tokens) % 8
     with set_forward_context(context):
         for _ in range(2):
-            assert torch.equal(planner(ids, ids), planner._model(ids, ids))
+            found, expected = planner(ids, ids), planner._model(ids, ids)
+            assert isinstance(found, Tensor)
+            assert isinstance(expected, Tensor)
+            assert torch.equal(found, expected)
+
+
+class SideBySide(TwoLayers):
+    """A model that reads states beside the ids and returns two results."""
+
+    def __init__(self, kernels: NativeKernels, dim: int = 32) -> None:
+        super().__init__(kernels, dim)
+        self.wide = kernels.linear(torch.randn(dim, 2 * dim, generator=torch.Generator().manual_seed(2)), None)
+
+    def __call__(self, ids: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self.table.lookup(ids), *states], dim=-1)
+        return self.wide(both), both[:, 8:16]
+
+
+def test_a_plan_reads_states_and_returns_several(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, (planner, context) = runs_of_plans(monkeypatch), make_planner(library, SideBySide)
+    for n in (1, 2, 1024, 5):
+        ids, states = torch.arange(n) % 8, torch.randn(n, 32, generator=torch.Generator().manual_seed(n))
+        with set_forward_context(context):
+            for found, expected in zip(planner(ids, ids, states), planner._model(ids, ids, states), strict=True):
+                assert torch.equal(found, expected)
+    assert runs == [1, 2, 1024, 5]
 
 
 def runs_of_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -134,7 +196,7 @@ def runs_of_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     runs: list[int] = []
     run = Plan.run
 
-    def record(self: Plan, ids: Tensor, *others: Any) -> Tensor:
+    def record(self: Plan, ids: Tensor, *others: Any) -> States:
         runs.append(len(ids))
         return run(self, ids, *others)
 

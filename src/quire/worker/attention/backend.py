@@ -111,8 +111,10 @@ def view_pages(storage: Tensor, spec: AnyKVCacheSpec, num_blocks: int, offset: i
 
 
 Metadata = TypeVar("Metadata")
-Forward = Callable[[Tensor, Tensor], Tensor]
-"""A model: ids and positions, [n] int64 each, to hidden states [n, dim]. Needs a forward context."""
+States = Tensor | tuple[Tensor, ...]
+"""Hidden states, [n, dim]; or several, each with a row for every token."""
+Forward = Callable[..., States]
+"""A model: ids and positions, [n] int64 each, and other tensors of n rows, to its states. Needs a forward context."""
 
 
 class AttentionBackend(ABC, Generic[Metadata]):

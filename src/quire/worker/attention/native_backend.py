@@ -31,6 +31,7 @@ from quire.worker.attention.backend import (
     Forward,
     ForwardContext,
     KVCache,
+    States,
     get_forward_context,
     set_forward_context,
     view_pages,
@@ -169,31 +170,34 @@ class StepPlanner:
         """True if the last short step ran from a plan."""
         return self._plan is not None
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, *inputs: Tensor) -> States:
         if input_ids.shape[0] > min(self._max_num_tokens, MAX_PLANNED_TOKENS):
-            return self._model(input_ids, positions)
+            return self._model(input_ids, positions, *inputs)
         context = get_forward_context()
         if self._plan is None or not self._fits(context):
-            return self._make_plan(context, input_ids, positions)
-        return self._plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
+            return self._make_plan(context, input_ids, positions, inputs)
+        return self._plan.run(input_ids, positions, [metadata.args for metadata in context.metadata], *inputs)
 
     def _fits(self, context: ForwardContext) -> bool:
         return self._generation == self._backend.context.num_kernels and self._cache() is _some_keys(context)
 
-    def _make_plan(self, context: ForwardContext, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _make_plan(
+        self, context: ForwardContext, input_ids: Tensor, positions: Tensor, inputs: tuple[Tensor, ...]
+    ) -> States:
         """Makes a plan and runs the step both ways."""
         self._plan = None
-        expected = self._model(input_ids, positions)
+        expected = self._model(input_ids, positions, *inputs)
         try:
-            plan = self._record(context)
+            plan = self._record(context, inputs)
         except NotPlannableError as e:
             self._max_num_tokens = 0
             logger.debug("steps are not planned: %s", e)
             return expected
         if input_ids.shape[0] > self._max_num_tokens:
             return expected
-        found = plan.run(input_ids, positions, [metadata.args for metadata in context.metadata])
-        if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+        found = plan.run(input_ids, positions, [metadata.args for metadata in context.metadata], *inputs)
+        pairs = zip(_all_states(found), _all_states(expected), strict=True)
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
             self._max_num_tokens = 0
             logger.warning("steps are not planned: the plan of this model does not repeat its results")
             return expected
@@ -201,7 +205,7 @@ class StepPlanner:
         self._cache = weakref.ref(_some_keys(context))
         return expected
 
-    def _record(self, context: ForwardContext) -> Plan:
+    def _record(self, context: ForwardContext, inputs: tuple[Tensor, ...]) -> Plan:
         """Returns the plan of a step of the largest size. Numbers take the place of the addresses of its batches."""
         size = self._max_num_tokens
         batches = [AttentionArgs(num_tokens=size, slots=i + 1) for i in range(len(context.metadata))]
@@ -210,12 +214,16 @@ class StepPlanner:
         ]
         try:
             with set_forward_context(dataclasses.replace(context, metadata=metadata)):
-                return Plan(self._backend.context, self._model, size, batches)
+                return Plan(self._backend.context, self._model, size, batches, inputs)
         except ArenaFullError:
             if size <= MIN_PLANNED_TOKENS:
                 raise
         self._max_num_tokens = size // 4
-        return self._record(context)
+        return self._record(context, inputs)
+
+
+def _all_states(states: States) -> tuple[Tensor, ...]:
+    return states if isinstance(states, tuple) else (states,)
 
 
 def _some_keys(context: ForwardContext) -> Tensor:

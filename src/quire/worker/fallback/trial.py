@@ -150,8 +150,9 @@ def _forward(
 ) -> Tensor:
     metadata = [backend.make_metadata(batch, spec) for spec in memory.specs]
     with set_forward_context(ForwardContext(backend, metadata, memory.layer_groups, memory.caches)):
-        hidden: Tensor = forward(ids, positions)
-        return hidden
+        hidden = forward(ids, positions)
+    assert isinstance(hidden, Tensor), "it has no taps"
+    return hidden
 
 
 def _cache_config(layers: Sequence[Attention]) -> KVCacheConfig:

@@ -396,15 +396,18 @@ class NativeActivation:
         self._out_dtype = out_dtype
         self._context = context
 
-    def __call__(self, x: Tensor, factors: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, factors: Tensor | None = None, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """`out`: [n, dim] for the result, whose rows need not be adjacent."""
         x, args = with_packed_rows(x), self._args
         n, width = x.shape[0], x.shape[1] // 2 if args.gated else x.shape[1]
         dim, args.factors = width, None
         if factors is not None:
             factors, dim = with_packed_rows(factors), factors.shape[1]
             args.factors, args.factors_stride = factors.data_ptr(), factors.stride(0)
-        y = torch.empty((n, dim), dtype=self._out_dtype or x.dtype)
-        args.rows, args.dim, args.repeats, args.y_stride = n, dim, dim // width, dim
+        y = torch.empty((n, dim), dtype=self._out_dtype or x.dtype) if out is None else out
+        args.rows, args.dim, args.repeats, args.y_stride = n, dim, dim // width, y.stride(0)
         args.dtype, args.out_dtype = DTYPES[x.dtype], DTYPES[y.dtype]
         args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
         residual = set_residual(args, residual)

@@ -2,8 +2,8 @@
 library.
 
 The function is called once for a step of the largest size, while the library records its kernels instead of running
-them. Memory for their results comes from an arena, where it stays. Of torch's operations only views, copies, and sums
-and products of two results, can be recorded: `NotPlannableError`.
+them. Memory for their results comes from an arena, where it stays. Of torch's operations only views, copies, sums and
+products of two results, and results side by side, can be recorded: `NotPlannableError`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Arena:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Lets torch make views, and new tensors in the arena; a native kernel computes copies, sums and products."""
+    """Lets torch make views, and new tensors in the arena; a native kernel computes copies, sums, products and rows
+    side by side."""
 
     def __init__(self, arena: Arena, context: Context, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
@@ -101,6 +102,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's _
         if func is ops.clone.default and (x := self._rows_of(args[0])) is not None:
             with self:
                 return self._combine(x).view(args[0].shape)
+        if func is ops.cat.default and args[1:] in ((1,), (-1,)):
+            parts = [x for x in map(self._rows_of, args[0]) if x is not None]
+            if len(parts) == len(args[0]) and len({x.dtype for x in parts}) == 1:
+                widths = [x.shape[1] for x in parts]
+                whole = self._arena.take((self._num_tokens, sum(widths)), parts[0].dtype)
+                with self:
+                    for x, place in zip(parts, torch.split(whole, widths, dim=1), strict=True):
+                        self._combine(x, out=place)
+                return whole
         if func is ops.dropout.default and not args[2]:
             return args[0]
         if not func.is_view:
@@ -131,25 +141,28 @@ class Plan:
     def __init__(
         self,
         context: Context,
-        function: Callable[[Tensor, Tensor], Tensor],
+        function: Callable[..., Tensor | tuple[Tensor, ...]],
         max_num_tokens: int,
         batches: Sequence[Structure],
+        inputs: Sequence[Tensor] = (),
     ) -> None:
-        """`function`: ids and positions, [max_num_tokens] int64 each, to [max_num_tokens, dim]. It attends with
-        `batches`, one per group of layers with the same block tables. Calls are matched with batches by their `slots`,
-        so those must differ. Raises NotPlannableError."""
+        """`function`: ids and positions, [max_num_tokens] int64 each, and a tensor [max_num_tokens, dim] like each of
+        `inputs`, to one or several [max_num_tokens, dim]. It attends with `batches`, one per group of layers with the
+        same block tables. Calls are matched with batches by their `slots`, so those must differ. Raises
+        NotPlannableError."""
         self._context, cdll = context, context.library.cdll
         self._batches = (POINTER(AttentionArgs) * len(batches))()
         self._step = StepArgs(num_batches=len(batches), batches=self._batches)
         ids, positions = torch.empty((2, max_num_tokens), dtype=torch.int64)
         arena = Arena()
+        self._inputs = [arena.take((max_num_tokens, x.shape[1]), x.dtype) for x in inputs]
         self._put(ids, positions, batches)
         self._handle = c_void_p(cdll.qk_begin_plan(context.handle, byref(self._step)))
         weakref.finalize(self, cdll.qk_destroy_plan, self._handle)
         context.is_recording = True
         try:
             with Recorder(arena, context, max_num_tokens):
-                self._result = function(ids, positions)
+                self._result = function(ids, positions, *self._inputs)
         finally:
             context.is_recording = False
             is_whole = cdll.qk_end_plan(context.handle)
@@ -162,9 +175,14 @@ class Plan:
         for i, batch in enumerate(batches):
             self._batches[i] = ctypes.pointer(batch)
 
-    def run(self, ids: Tensor, positions: Tensor, batches: Sequence[Structure]) -> Tensor:
-        """Runs the plan. ids, positions: [n] int64, at most as many as it was made for. Returns [n, dim], which the
-        next run overwrites."""
+    def run(
+        self, ids: Tensor, positions: Tensor, batches: Sequence[Structure], *inputs: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Runs the plan. ids, positions: [n] int64, at most as many as it was made for; inputs: [n, dim]. Returns
+        [n, dim], or several, which the next run overwrites."""
+        n, result = ids.shape[0], self._result
+        for place, rows in zip(self._inputs, inputs, strict=True):
+            place[:n].copy_(rows)
         self._put(ids, positions, batches)
         self._context.library.cdll.qk_run_plan(self._context.handle, self._handle, byref(self._step))
-        return self._result[: ids.shape[0]]
+        return tuple(rows[:n] for rows in result) if isinstance(result, tuple) else result[:n]

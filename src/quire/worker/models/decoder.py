@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.config.tensor_names import names_of, renamed
+from quire.worker.attention.backend import States
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear, Scale
 from quire.worker.layers.rotary import RotaryEmbedding
@@ -45,9 +46,12 @@ class Decoder(nn.Module):
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
         self.norm = make_norm(spec, hf.hidden_size)
+        self.taps: tuple[int, ...] = ()
+        """Layers whose inputs are returned, too, in increasing order: heads that draft read them."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
+    def forward(self, input_ids: Tensor, positions: Tensor) -> States:
+        """input_ids, positions: [num_tokens] to [num_tokens, hidden]; with taps, that and the residual stream before
+        each of those layers."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         if self.embed_scale is not None:
             x = self.embed_scale(x)
@@ -57,10 +61,13 @@ class Decoder(nn.Module):
             x = self.embed_norm(x)
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
         inputs = [()] * len(self.layers) if self.layer_inputs is None else self.layer_inputs(input_ids, x)
-        for layer, own in zip(self.layers, inputs, strict=True):
+        tapped = []
+        for i, (layer, own) in enumerate(zip(self.layers, inputs, strict=True)):
+            if i in self.taps:
+                tapped.append(x)
             x = layer(x, rotations, *own)
         normed: Tensor = self.norm(x)
-        return normed
+        return (normed, *tapped) if self.taps else normed
 
 
 class DecoderForCausalLM(nn.Module):
@@ -78,10 +85,11 @@ class DecoderForCausalLM(nn.Module):
     def checkpoint_name(self, name: str) -> str | None:
         return renamed(name, self.names)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
-        hidden: Tensor = self.model(input_ids, positions)
-        return hidden
+    def forward(self, input_ids: Tensor, positions: Tensor) -> States:
+        """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden], and those of
+        `model.taps`."""
+        states: States = self.model(input_ids, positions)
+        return states
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token. hidden: [n, hidden], any rows of `forward`'s result; returns float32 [n, vocab]."""

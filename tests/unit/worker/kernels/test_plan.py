@@ -103,6 +103,8 @@ def test_nothing_is_computed_while_it_is_recorded(kernels: NativeKernels) -> Non
     [
         (lambda toy, ids, positions: toy.embedding.lookup(ids) * 2, r"aten\.mul\.Tensor is no native kernel"),
         (lambda toy, ids, positions: toy.tables[0][:20] + toy.embedding.lookup(ids)[:, :8], r"aten\.add\.Tensor is no"),
+        (lambda toy, ids, positions: torch.cat([toy.embedding.lookup(ids), toy.tables[0][:20]], 1), r"aten\.cat\."),
+        (lambda toy, ids, positions: torch.cat([toy.embedding.lookup(ids)] * 2), r"aten\.cat\.default is no"),
         (lambda toy, ids, positions: toy.norm(toy.qkv(toy.embedding.lookup(ids))[:, ::3]), r"aten\.\w+\.default"),
         (lambda toy, ids, positions: toy.embedding.lookup(ids[:3]), "something else than each token"),
         (lambda toy, ids, positions: toy.embedding.lookup(positions[1:]), "something else than each token"),
