@@ -413,7 +413,7 @@ class Simulation:
             self._add_input(client, SessionInput([], None, 0.0, is_last=True))
         limit = self.invariants.max_steps_to_finish()
         for _ in range(limit):
-            if not self.core.scheduler.has_requests():
+            if not self.core.has_work():  # a step in flight may yet fail
                 break
             self._step(number)
             self.invariants.check()
