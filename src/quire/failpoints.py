@@ -21,6 +21,7 @@ FAILPOINTS: dict[str, str] = {
     "core.step.schedule": "before the scheduler makes a step",
     "core.step.execute": "before the executor gets a step; the key is the ids of its requests",
     "core.step.update": "the model has run, its output is not taken in yet",
+    "core.step.draft": "the step is over, its drafts are not made yet",
     "core.output.queued": "outputs are queued for the output thread",
     "core.output.send": "output thread: before a message is sent",
     "core.shutdown": "the core has begun to drain",

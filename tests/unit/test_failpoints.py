@@ -20,6 +20,7 @@ PLACES = {
     "core.step.schedule": ("core.py", "_schedule"),
     "core.step.execute": ("core.py", "_execute_later"),
     "core.step.update": ("core.py", "_update"),
+    "core.step.draft": ("core.py", "post_step"),
     "core.output.queued": ("proc.py", "_process_engine_step"),
     "core.output.send": ("io_threads.py", "_encode_and_send"),
     "core.shutdown": ("proc.py", "_handle_shutdown"),

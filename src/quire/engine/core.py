@@ -23,6 +23,7 @@ from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.request import BlockHasher, Request, RequestStatus
+from quire.engine.sched.drafts import DraftFitter
 from quire.engine.sched.interface import ObservedScheduler, SchedulerInterface, StructuredOutputManager
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
@@ -90,6 +91,12 @@ class EngineCore:
         grammars: StructuredOutputManager | None = self.structured_output_manager
         for observer in observers:
             grammars = observer.watch_grammars(grammars)
+        drafting = config.speculative_config.drafting
+        drafts = None
+        if drafting is not None:
+            vocab_size = config.model_config.hf_config.get("vocab_size")
+            drafts = DraftFitter.from_config(drafting, sizes.max_model_len, vocab_size)
+        self._speculates = drafts is not None
         self.scheduler: SchedulerInterface = resolve(config.scheduler_config.scheduler_cls)(
             sizes.config,
             config.scheduler_config,
@@ -99,6 +106,7 @@ class EngineCore:
             include_finished_set=include_finished_set,
             kv_cache_metrics_sample=cache_config.kv_cache_metrics_sample if cache_config.kv_cache_metrics else None,
             structured_output_manager=grammars,
+            drafts=drafts,
         )
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
@@ -268,6 +276,7 @@ class EngineCore:
         if not self.batch_queue:
             assert deferred is None  # it waits for a step in the queue
             return None, False
+        executed = executed or self.batch_queue[-1].output.total_num_scheduled_tokens > 0
         outputs = self._take_oldest(shield)
         if deferred is not None:  # the steps before it have given their tokens to its grammars
             with self._executing(deferred.output, shield):
@@ -323,9 +332,14 @@ class EngineCore:
             shield.may_break = False
 
     def post_step(self, model_executed: bool) -> None:
-        """Gives the draft tokens of the last step to the scheduler."""
-        if model_executed:
+        """Drafts the next tokens of the requests that have just got some, whose clients do not wait for it."""
+        if not (model_executed and self._speculates):
+            return
+        with InterruptShield():
+            self.heartbeat.draft()
+            failpoint("core.step.draft")
             drafts = self.executor.take_draft_token_ids()
+            self.heartbeat.drafted(0.0 if drafts is None else drafts.seconds)
             if drafts is not None:
                 self.scheduler.update_draft_token_ids(drafts)
 

@@ -52,6 +52,10 @@ class HeartbeatWriter:
         self._times = StepTimes()
         self._started: tuple[int, float] | None = None
         """Tokens and start of the step being executed."""
+        self._num_tokens = 1
+        """Tokens of the last step."""
+        self._draft_s = 0.0
+        """Duration of drafting, as `StepTimes` has those of steps."""
         self._stop_listening: Callable[[], None] | None = None
 
     def starting(self) -> None:
@@ -103,6 +107,7 @@ class HeartbeatWriter:
         """Marks the execution of steps of `num_tokens` tokens in all."""
         if self._page is not None:
             self._started = num_tokens, time.monotonic()
+            self._num_tokens = max(num_tokens, 1)
             self._page.begin_step(request_ids, self._times.predict(num_tokens))
 
     def update(self) -> None:
@@ -112,6 +117,18 @@ class HeartbeatWriter:
                 num_tokens, start = self._started
                 self._times.record(num_tokens, time.monotonic() - start)
                 self._started = None
+            self._page.begin_phase(Phase.UPDATE)
+
+    def draft(self) -> None:
+        """Marks the beginning of drafting, which may take as long as it did lately, or as a step of the last size."""
+        if self._page is not None:
+            expected_s = max(self._draft_s, self._times.predict(self._num_tokens))
+            self._page.begin_phase(Phase.DRAFT, expected_s)
+
+    def drafted(self, duration_s: float) -> None:
+        """Marks the end of drafting."""
+        if self._page is not None:
+            self._draft_s = max(duration_s, _FORGET * self._draft_s)
             self._page.begin_phase(Phase.UPDATE)
 
     def stopped(self) -> None:

@@ -129,7 +129,7 @@ class Request:
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache, including those of steps in flight."""
         self.spec_token_ids: list[int] = []
-        """Draft tokens to be verified by the next step."""
+        """Draft tokens to be verified by the next step. A `DraftFitter` sets them."""
         self.unsent_token_ids: list[int] = []
         """Last outputs that the worker did not sample and has not been sent."""
 
@@ -173,12 +173,6 @@ class Request:
             if hashes:
                 self.block_hashes += hashes
 
-    def set_drafts(self, token_ids: list[int], max_model_len: int) -> None:
-        """Sets the tokens the next step verifies. Ignored unless that step computes the request's last token."""
-        if self.status is RequestStatus.RUNNING and self.num_computed_tokens >= self.num_tokens - 1:
-            room = max_model_len - self.num_tokens - 1  # one token comes without a draft
-            self.spec_token_ids = token_ids[: max(room, 0)]
-
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     def start(self, num_cached: int) -> int:
@@ -196,7 +190,6 @@ class Request:
         self.report.num_lost_tokens = min(self.num_computed_tokens, self.num_tokens)
         self.report.num_preemptions += 1
         self.num_computed_tokens = 0
-        self.spec_token_ids = []
         self.status = RequestStatus.PREEMPTED
 
     @property

@@ -35,6 +35,7 @@ from quire.engine.recording.format import (
 )
 from quire.engine.recording.recorder import Recorder
 from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.drafts import DraftFitter
 from quire.engine.sched.interface import ObservedScheduler, PauseState, StructuredOutputManager
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
@@ -75,6 +76,10 @@ class ReplayedGrammar(StructuredOutputRequest):
             return GrammarVerdict.GOES_ON
         self.error = GenerationError("as recorded")
         return GrammarVerdict.BROKEN
+
+    def count_valid(self, token_ids: list[int]) -> int:
+        """Returns the number of all: the recording has only drafts that were allowed."""
+        return len(token_ids)
 
     def forced_token(self) -> int | None:
         """Returns the next of `forced`."""
@@ -158,7 +163,11 @@ def make_scheduler(header: Header, grammars: StructuredOutputManager | None) -> 
         enable_caching=header.enable_caching,
         log_stats=False,
         structured_output_manager=grammars,
-        num_spec_tokens=header.num_spec_tokens,
+        drafts=DraftFitter(
+            header.num_spec_tokens, header.max_model_len, num_lookahead_tokens=header.num_lookahead_tokens
+        )
+        if header.num_spec_tokens
+        else None,
         clock=lambda: 0.0,
     )
 
@@ -250,9 +259,10 @@ class Replayer:
             case Update():
                 self._update(event)
             case Drafts():
-                ids = [self._ids[index] for index, _ in event.counts]
-                drafts = DraftTokenIds(ids, [[0] * count for _, count in event.counts])
-                self._observed.update_draft_token_ids(drafts)
+                requests = [(self.live[index], count) for index, count in event.counts]
+                drafts = [request.unsent_token_ids + [0] * count for request, count in requests]
+                ids = [request.request_id for request, _ in requests]
+                self._observed.update_draft_token_ids(DraftTokenIds(ids, drafts))
             case Abandon():
                 self.in_flight.clear()
                 self._observed.abandon_steps()

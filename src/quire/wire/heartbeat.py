@@ -45,6 +45,8 @@ class Phase(IntEnum):
     """Taking in its result."""
     STOPPED = 6
     """Ended on purpose."""
+    DRAFT = 7
+    """Drafting tokens for the next step."""
 
 
 _PHASES = frozenset(Phase)

@@ -84,11 +84,13 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     is_enabled: bool = True
     """False after the drafter has failed."""
 
-    def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Counts one draft of which the first `num_accepted_tokens` were accepted."""
+    def record(self, num_draft_tokens: int, num_accepted_tokens: int, num_cut_tokens: int = 0) -> None:
+        """Counts one draft of which the first `num_accepted_tokens` were accepted and the next `num_cut_tokens` cut."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
+        self.num_cut_tokens += num_cut_tokens
+        self.num_rejected_tokens += num_draft_tokens - num_accepted_tokens - num_cut_tokens
         per_position = self.num_accepted_tokens_per_pos
         per_position.extend([0] * (num_draft_tokens - len(per_position)))
         for position in range(num_accepted_tokens):

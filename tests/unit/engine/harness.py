@@ -12,9 +12,11 @@ from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
+from quire.config.speculative import Drafting, SpeculativeConfig
 from quire.engine.executor.abstract import Executor
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.request import Request
+from quire.engine.sched.drafts import DraftFitter
 from quire.engine.sched.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -90,9 +92,11 @@ def make_scheduler(
     include_finished_set: bool = False,
     structured_output_manager: Any = None,
     num_spec_tokens: int = 0,
+    num_lookahead_tokens: int = 0,
     **config: Any,
 ) -> Scheduler:
     """A scheduler with blocks of 4 tokens. `config` are fields of SchedulerConfig."""
+    drafts = DraftFitter(num_spec_tokens, max_model_len, num_lookahead_tokens=num_lookahead_tokens)
     config = {"max_num_batched_tokens": 64, "max_num_seqs": 16, **config}
     return Scheduler(
         make_kv_cache_config(num_blocks),
@@ -102,7 +106,7 @@ def make_scheduler(
         log_stats=log_stats,
         include_finished_set=include_finished_set,
         structured_output_manager=structured_output_manager,
-        num_spec_tokens=num_spec_tokens,
+        drafts=drafts if num_spec_tokens else None,
         clock=Clock(),
     )
 
@@ -370,7 +374,12 @@ class ScriptedExecutor(Executor):
 
 
 def make_config(
-    *, max_model_len: int = 200, enable_prefix_caching: bool = False, num_blocks: int | None = 101, **scheduler: Any
+    *,
+    max_model_len: int = 200,
+    enable_prefix_caching: bool = False,
+    num_blocks: int | None = 101,
+    drafting: Drafting | None = None,
+    **scheduler: Any,
 ) -> EngineConfig:
     """A whole EngineConfig. `scheduler` are fields of SchedulerConfig, or `log_iterations`."""
     log_iterations = scheduler.pop("log_iterations", False)
@@ -384,5 +393,6 @@ def make_config(
             num_gpu_blocks_override=num_blocks,
         ),
         scheduler_config=SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 16, **scheduler}),
+        speculative_config=SpeculativeConfig(drafting=drafting),
         observability_config=ObservabilityConfig(enable_logging_iteration_details=log_iterations),
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.speculative import Drafting
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
 from quire.engine.request import Request
@@ -145,7 +146,6 @@ def test_a_step_runs_the_model_and_then_tells_the_worker_who_finished() -> None:
     assert engine.executor.calls[3:] == [
         "execute_model",
         "sample_tokens",
-        "take_draft_token_ids",
         "execute_model",
     ]
 
@@ -201,7 +201,7 @@ def test_what_is_aborted_while_the_model_runs_is_not_sent() -> None:
 
 
 def test_drafts_are_taken_after_a_step_that_ran() -> None:
-    engine = Core()
+    engine = Core(drafting=Drafting(method="ngram", num_speculative_tokens=2))
     engine.add("a", max_tokens=9)
     engine.executor.drafts = DraftTokenIds(["a"], [[5, -1]])
     engine.step()
@@ -353,7 +353,7 @@ def test_filling_the_queue_comes_first_and_results_come_in_order() -> None:
     assert len(engine.core.batch_queue) == 1
     engine.executor.release()
     engine.step()  # b's step goes out before a's result is fetched
-    assert engine.executor.calls[3:] == ["execute_model", "sample_tokens"] * 2 + ["take_draft_token_ids"]
+    assert engine.executor.calls[3:] == ["execute_model", "sample_tokens"] * 2
     assert (engine.tokens("a"), engine.tokens("b")) == ([16], [])
     assert len(engine.core.batch_queue) == 1
     engine.executor.release()
@@ -384,7 +384,7 @@ def test_steps_without_tokens_are_not_sampled() -> None:
     engine.executor.hold = False
     engine.add("a", max_tokens=1)
     engine.run()
-    assert engine.executor.calls[3:] == ["execute_model", "sample_tokens", "take_draft_token_ids", "execute_model"]
+    assert engine.executor.calls[3:] == ["execute_model", "sample_tokens", "execute_model"]
 
 
 def test_pooling_models_do_not_sample() -> None:
@@ -444,7 +444,7 @@ def test_a_step_whose_mask_must_wait_is_sampled_after_the_one_before() -> None:
     engine.executor.release()
     sampled_when = len(engine.executor.calls)
     engine.step()
-    assert engine.executor.calls[sampled_when:] == ["execute_model", "sample_tokens", "take_draft_token_ids"]
+    assert engine.executor.calls[sampled_when:] == ["execute_model", "sample_tokens"]
     assert engine.tokens("a") == [16], "a's result was taken in between"
     engine.executor.release()
     engine.executor.hold = False

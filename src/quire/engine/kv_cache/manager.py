@@ -179,6 +179,8 @@ class KVCacheManager:
         held = self._requests.pop(request.request_id, None)
         if held is None:
             return
+        if self.enable_caching:  # accepted drafts fill blocks after the step has registered its own
+            self._cache_full_blocks(request, held, min(request.num_computed_tokens, request.num_tokens - 1))
         num_computed_blocks = max(held.num_hit_blocks, request.num_computed_tokens // self.block_size)
         if num_computed_blocks < held.num_cached_blocks:
             self._evict_uncomputed_blocks(request, held, num_computed_blocks)
@@ -189,6 +191,10 @@ class KVCacheManager:
         """Returns a request's own block tables, not to be kept or changed; none if it was not admitted."""
         held = self._requests.get(request_id)
         return held.tables if held is not None else ()
+
+    def count_slots(self, request_id: str) -> int:
+        """Returns the number of tokens that a request's blocks hold."""
+        return self._requests[request_id].num_blocks * self.block_size
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """Returns the ids of a request's blocks, per group."""

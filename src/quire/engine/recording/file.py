@@ -143,6 +143,7 @@ class FileRecorder(Recorder):
         """Raises ConfigError if the file cannot be written."""
         clock = time.monotonic()
         observability = config.observability_config
+        drafting = config.speculative_config.drafting
         header = Header(
             quire=__version__,
             created_at=time.time(),
@@ -152,6 +153,8 @@ class FileRecorder(Recorder):
             kv_cache=sizes.config,
             max_model_len=sizes.max_model_len,
             enable_caching=config.cache_config.enable_prefix_caching,
+            num_spec_tokens=0 if drafting is None else drafting.num_speculative_tokens,
+            num_lookahead_tokens=0 if drafting is None else drafting.num_lookahead_tokens,
             has_prompts=observability.record_prompts,
         )
         assert observability.record is not None

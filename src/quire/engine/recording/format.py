@@ -46,6 +46,7 @@ class Header(msgspec.Struct, kw_only=True):
     max_model_len: int
     enable_caching: bool
     num_spec_tokens: int = 0
+    num_lookahead_tokens: int = 0
     incarnation: int = 0
     """Number of starts of the core before this one: each start makes a recording of its own."""
     has_prompts: bool = False
@@ -135,7 +136,7 @@ class Update(Event, tag=4):
 
 
 class Drafts(Event, tag=5):
-    """Draft tokens were set: (request, how many)."""
+    """Draft tokens were set: (request, how many of the proposed ones it can use)."""
 
     counts: list[tuple[int, int]]
 

@@ -126,8 +126,9 @@ class Recorder(SchedulerObserver):
         self._emit(End(self._passed(now), indices, int(status), report))
 
     def on_drafts(self, drafts: DraftTokenIds, now: float) -> None:
-        pairs = zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-        counts = [(self._known[i].index, len(token_ids)) for i, token_ids in pairs if i in self._known]
+        found = [self._known[i] for i in dict.fromkeys(drafts.req_ids) if i in self._known]
+        running = [one for one in found if one.request.status is RequestStatus.RUNNING]
+        counts = [(one.index, len(one.request.spec_token_ids)) for one in running]
         if counts:
             self._emit(Drafts(self._passed(now), counts))
 

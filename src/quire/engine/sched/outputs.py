@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.drafts import DraftFitter
 from quire.engine.sched.stop import Stop, check_stop
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import error_name
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
-from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodingStats
+from quire.wire.stats import PrefillStats, SchedulerStats
 
 MAX_JUMP = 64
 """Most tokens that a grammar appends at once; those after them come with the next step."""
@@ -141,12 +142,11 @@ class OutputCollector:
     With `include_finished_set` each client also gets the ids of all its requests that ended, aborts included.
     """
 
-    def __init__(self, max_model_len: int, include_finished_set: bool, num_spec_tokens: int) -> None:
+    def __init__(self, max_model_len: int, include_finished_set: bool, drafts: DraftFitter | None) -> None:
         self._max_model_len = max_model_len
-        self._num_spec_tokens = num_spec_tokens
+        self._drafts = drafts
         self._outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         self._finished: defaultdict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
-        self._spec_stats: SpecDecodingStats | None = None
         self._num_ends = 0
         """Number of outputs without tokens."""
 
@@ -162,25 +162,27 @@ class OutputCollector:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         ended: list[Request] = []
         for request in requests:
-            if request.is_finished:
-                continue
             request_id = request.request_id
+            num_drafts = len(drafts[request_id]) if request_id in drafts else 0
+            if request.is_finished:
+                if num_drafts and self._drafts is not None:
+                    self._drafts.drop_of_ended(request, num_drafts)
+                continue
             new_token_ids = token_ids.get(request_id, [])
-            if request_id in drafts:
-                self._take_back_rejected(request, len(drafts[request_id]), max(len(new_token_ids) - 1, 0))
+            num_matched = max(len(new_token_ids) - 1, 0)
+            if num_drafts and request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens -= num_drafts - num_matched  # their slots will be overwritten
             output = apply_result(request, result, new_token_ids, self._max_model_len)
+            if num_drafts and self._drafts is not None:
+                num_kept = 0 if output is None else len(output.new_token_ids)
+                metrics = self._drafts.record(request, num_drafts, num_matched, num_kept)
+                if output is not None:
+                    output.spec_decode_metrics = metrics
             if output is not None:
                 self._outputs[request.origin.client_index].append(output)
                 if output.finish_reason is not None:
                     ended.append(request)
         return ended
-
-    def _take_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        if request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens -= num_drafts - num_accepted  # their slots will be overwritten
-        if self._spec_stats is None:
-            self._spec_stats = SpecDecodingStats(self._num_spec_tokens)
-        self._spec_stats.record(num_drafts, num_accepted)
 
     def add_end(self, request: Request) -> None:
         """Adds the end of a request that no result of the worker caused."""
@@ -219,7 +221,7 @@ class OutputCollector:
                 batch.finished_requests = request_ids
             self._finished.clear()
         if stats is not None:
-            stats.spec_decoding_stats, self._spec_stats = self._spec_stats, None
+            stats.spec_decoding_stats = None if self._drafts is None else self._drafts.take_stats()
             stats.num_decoded_reqs = -self._num_ends
             for batch in batches.values():
                 _count_tokens(stats, batch.outputs)

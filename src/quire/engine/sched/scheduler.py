@@ -19,6 +19,7 @@ from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.drafts import DraftFitter
 from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES, WaitingRequests
@@ -53,7 +54,7 @@ class Scheduler(SchedulerInterface):
         include_finished_set: bool = False,
         kv_cache_metrics_sample: float | None = None,
         structured_output_manager: StructuredOutputManager | None = None,
-        num_spec_tokens: int = 0,
+        drafts: DraftFitter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         metrics = None if kv_cache_metrics_sample is None else KVCacheMetricsCollector(kv_cache_metrics_sample)
@@ -69,15 +70,15 @@ class Scheduler(SchedulerInterface):
         self.policy = POLICIES[scheduler_config.scheduling_policy]
         self.structured_output_manager = structured_output_manager
         self.log_stats = log_stats
-        self.num_spec_tokens = num_spec_tokens
-        """Most drafts per request and step; blocks for that many more tokens are allocated ahead."""
+        self.drafts = drafts
+        """None: no speculation."""
         self.clock = clock
 
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = WaitingRequests(self.policy, structured_output_manager)
         self._steps = StepsInFlight()
-        self._outputs = OutputCollector(max_model_len, include_finished_set, num_spec_tokens)
+        self._outputs = OutputCollector(max_model_len, include_finished_set, drafts)
         self._num_recomputed_tokens = 0
         """Tokens computed again after preemptions, since the last statistics."""
 
@@ -107,6 +108,8 @@ class Scheduler(SchedulerInterface):
         step = StepBuilder(self.limits.max_num_scheduled_tokens, self.clock())
         if self.pause_state is not PauseState.PAUSED_ALL and self._schedule_running(step):
             self._schedule_waiting(step)
+        if self.drafts is not None:
+            self._schedule_drafts(step, self.drafts)
         return self._steps.send(step)
 
     def _schedule_running(self, step: StepBuilder) -> bool:
@@ -119,11 +122,11 @@ class Scheduler(SchedulerInterface):
         while index < len(running) and step.token_budget > 0:
             request = running[index]
             index += 1
-            num_new = request.num_tokens + len(request.spec_token_ids) - request.num_computed_tokens
+            num_new = request.num_tokens - request.num_computed_tokens
             if num_new <= 0:
                 continue  # all its tokens are in flight, perhaps with drafts
             num_new = cap_chunk(num_new, step.token_budget)
-            new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
+            new_blocks = allocate_slots(request, num_new)
             while new_blocks is None:
                 any_preempted = True
                 victim_index = self.policy.choose_victim(running)
@@ -133,7 +136,7 @@ class Scheduler(SchedulerInterface):
                 self._preempt(victim, step.timestamp)
                 if victim is request:
                     break
-                new_blocks = allocate_slots(request, num_new, num_lookahead_tokens=self.num_spec_tokens)
+                new_blocks = allocate_slots(request, num_new)
             else:
                 step.add_running(request, num_new, None if new_blocks is no_blocks else new_blocks.get_block_ids())
         return not any_preempted
@@ -169,7 +172,6 @@ class Scheduler(SchedulerInterface):
             admission.num_new,
             admission.num_hits,
             admission.cached_blocks,
-            num_lookahead_tokens=self.num_spec_tokens,
             full_sequence_must_fit=self.limits.reserve_full_isl or alone,
             reserved_blocks=0 if alone else self.limits.watermark_blocks,
         )
@@ -182,11 +184,48 @@ class Scheduler(SchedulerInterface):
         self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
         self.running.append(request)
         step.add_new(request, admission.num_new, self.kv_cache_manager.get_block_ids(request.request_id))
+        if self.drafts is not None:
+            self.drafts.introduce(step.new_reqs[-1], request)
         return True
+
+    def _schedule_drafts(self, step: StepBuilder, drafts: DraftFitter) -> None:
+        """Adds drafts, and blocks for the drafter, from what is left when all else is scheduled.
+
+        So no prompt waits for them and nobody is preempted: as many blocks as the running requests may need in the next
+        step stay free.
+        """
+        manager = self.kv_cache_manager
+        num_reserved = len(self.running) * len(manager.groups)
+        for row, request in enumerate(step.requests):
+            if request.num_computed_tokens < request.num_tokens or request.sampling_params is None:
+                continue  # it samples nothing, and keeps its drafts
+            num_held = len(request.spec_token_ids)
+            num_drafts = min(num_held, step.token_budget)
+            drafts.drop(num_held - num_drafts, "budget")
+            if not num_drafts and not drafts.num_lookahead_tokens:
+                request.spec_token_ids = []
+                continue
+            num_certain = step.num_scheduled_tokens[request.request_id]
+            request.num_computed_tokens -= num_certain  # windows keep what these tokens read
+            new_blocks = manager.allocate_slots(
+                request,
+                num_certain + num_drafts,
+                num_lookahead_tokens=drafts.num_lookahead_tokens,
+                reserved_blocks=num_reserved,
+            )
+            request.num_computed_tokens += num_certain
+            if new_blocks is None:  # its last block may have room for some
+                num_fitting = min(num_drafts, manager.count_slots(request.request_id) - request.num_tokens)
+                drafts.drop(num_drafts - num_fitting, "blocks")
+                num_drafts = num_fitting
+            has_new = new_blocks is not None and new_blocks is not manager.empty_kv_cache_blocks
+            step.add_drafts(row, num_drafts, new_blocks.get_block_ids() if new_blocks and has_new else None)
 
     def _preempt(self, request: Request, timestamp: float) -> None:
         """Puts a request back into the queue, without blocks. The caller has taken it out of `running`."""
         self.kv_cache_manager.free(request)
+        if request.spec_token_ids and self.drafts is not None:
+            self.drafts.take_back(request, "preempted")
         request.preempt()
         self._record(request, EngineCoreEventType.PREEMPTED, timestamp)
         self.waiting.add_preempted(request)
@@ -234,14 +273,15 @@ class Scheduler(SchedulerInterface):
         return self._outputs.take(self.clock(), stats)
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        for request_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
-            if request_id in self.requests:
-                self.requests[request_id].set_drafts(token_ids, self.limits.max_model_len)
+        if self.drafts is not None:
+            self.drafts.fit(drafts, self.requests, len(self.running))
 
     def abandon_steps(self) -> None:
         # Blocks are registered for reuse when they are scheduled, so the prefix cache may promise now what was never
         # computed: it is dropped, too.
-        self._steps.abandon()
+        num_drafts = self._steps.abandon()
+        if self.drafts is not None:
+            self.drafts.drop(num_drafts, "abandoned")
         self.reset_prefix_cache(reset_running_requests=True)
 
     # -- going -------------------------------------------------------------------------------------------------
@@ -271,6 +311,8 @@ class Scheduler(SchedulerInterface):
         for request in ended:
             self._steps.finished_req_ids.add(request.request_id)
             self.kv_cache_manager.free(request)
+            if request.spec_token_ids and self.drafts is not None:
+                self.drafts.drop_of_ended(request, len(request.spec_token_ids))
             if request.structured_output is not None:
                 request.structured_output.cancel()
             self._outputs.note_finished(request)

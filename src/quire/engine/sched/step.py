@@ -105,7 +105,7 @@ class StepBuilder:
         self.spec_token_ids: dict[str, list[int]] = {}
 
     def add_running(self, request: Request, num_tokens: int, new_block_ids: BlockIds | None) -> None:
-        """Adds `num_tokens` of a request that the worker knows; drops drafts that do not fit."""
+        """Adds `num_tokens` of a request that the worker knows."""
         cached = self.cached_reqs
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(new_block_ids)
@@ -114,11 +114,6 @@ class StepBuilder:
             cached.new_token_ids[request.request_id] = request.unsent_token_ids
             request.unsent_token_ids = []
         self._add(request, num_tokens)
-        if request.spec_token_ids:
-            num_drafts = request.num_computed_tokens - request.num_tokens
-            if num_drafts > 0:
-                self.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
-            request.spec_token_ids = []
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Adds the first `num_tokens` of a request that the worker does not know, or has forgotten."""
@@ -143,6 +138,24 @@ class StepBuilder:
         self.token_budget -= num_tokens
         request.num_computed_tokens += num_tokens
 
+    def add_drafts(self, row: int, num_drafts: int, new_block_ids: BlockIds | None) -> None:
+        """Adds the first `num_drafts` drafts of request `row`, and more blocks. Comes after all requests were added."""
+        request, cached = self.requests[row], self.cached_reqs
+        if new_block_ids is not None:
+            num_cached = cached.num_reqs
+            held = cached.new_block_ids[row] if row < num_cached else self.new_reqs[row - num_cached].block_ids
+            if held is None:
+                cached.new_block_ids[row] = new_block_ids
+            else:
+                for table, more in zip(held, new_block_ids, strict=True):
+                    table += more
+        if num_drafts:
+            self.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
+            self.num_scheduled_tokens[request.request_id] += num_drafts
+            self.token_budget -= num_drafts
+            request.num_computed_tokens += num_drafts
+        request.spec_token_ids = []
+
     def take_back(self, request: Request) -> None:
         """Removes a request that is to be preempted, if it was added as a running one: the worker must not see it."""
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, 0)
@@ -155,7 +168,6 @@ class StepBuilder:
         row = cached.req_ids.index(request.request_id)
         del cached.req_ids[row], cached.new_block_ids[row], cached.num_computed_tokens[row]
         cached.new_token_ids.pop(request.request_id, None)
-        self.spec_token_ids.pop(request.request_id, None)
 
 
 class StepsInFlight:
@@ -192,12 +204,15 @@ class StepsInFlight:
             raise RuntimeError("a step's result came out of order, twice, or for a step that was given up")
         return self._steps.popleft()[1]
 
-    def abandon(self) -> None:
-        """Gives up all steps in flight. Ids that they carried are sent again."""
+    def abandon(self) -> int:
+        """Gives up all steps in flight. Ids that they carried are sent again. Returns the number of their drafts."""
+        num_drafts = 0
         for output, _ in self._steps:
             self.finished_req_ids |= output.finished_req_ids
             self.preempted_req_ids |= output.preempted_req_ids
+            num_drafts += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         self._steps.clear()
+        return num_drafts
 
     def get_preempted(self) -> set[Request]:
         """Returns the requests that were preempted after they were scheduled."""

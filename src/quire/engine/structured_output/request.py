@@ -59,6 +59,10 @@ class StructuredOutputRequest:
             return GrammarVerdict.BROKEN
         return GrammarVerdict.COMPLETE if self.grammar.is_complete() else GrammarVerdict.GOES_ON
 
+    def count_valid(self, token_ids: list[int]) -> int:
+        """Returns how many of these tokens, from the first on, may come next."""
+        return self.grammar.count_valid(token_ids)
+
     def forced_token(self) -> int | None:
         """Returns the token that must come next, or None if there is a choice."""
         return self.grammar.forced_token()

@@ -55,6 +55,9 @@ class FakeGrammar(StructuredOutputRequest):
             self.error = GenerationError("it is broken")
         return verdict
 
+    def count_valid(self, token_ids: list[int]) -> int:
+        return self.rng.randint(0, len(token_ids))
+
     def forced_token(self) -> int | None:
         return 1 if self.rng.random() < 0.5 else None
 
@@ -79,7 +82,7 @@ def make_header(scheduler: Scheduler, fields: dict[str, Any], **more: Any) -> He
     from quire.config.engine import SchedulerConfig
     from tests.unit.engine.harness import make_kv_cache_config
 
-    own = ("num_blocks", "max_model_len", "enable_caching", "log_stats", "num_spec_tokens")
+    own = ("num_blocks", "max_model_len", "enable_caching", "log_stats", "num_spec_tokens", "num_lookahead_tokens")
     config = {"max_num_batched_tokens": 64, "max_num_seqs": 16, **{k: v for k, v in fields.items() if k not in own}}
     return Header(
         quire="test",
@@ -91,6 +94,7 @@ def make_header(scheduler: Scheduler, fields: dict[str, Any], **more: Any) -> He
         max_model_len=fields.get("max_model_len", 200),
         enable_caching=fields.get("enable_caching", False),
         num_spec_tokens=fields.get("num_spec_tokens", 0),
+        num_lookahead_tokens=fields.get("num_lookahead_tokens", 0),
         **more,
     )
 

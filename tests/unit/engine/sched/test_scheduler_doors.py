@@ -156,7 +156,7 @@ def test_drafts_are_cut_even_where_prompts_may_not_be() -> None:
         make_scheduler(num_spec_tokens=3, max_num_scheduled_tokens=6, max_model_len=6, enable_chunked_prefill=False),
         lambda request_id, tokens: 0,
     )
-    engine.add(make_request("a", 2, max_tokens=3), make_request("b", 2, max_tokens=3))
+    engine.add(make_request("a", 2, max_tokens=5), make_request("b", 2, max_tokens=5))
     engine.step()
     draft(engine, "a", [0, 0, 0])
     draft(engine, "b", [0, 0, 0])
