@@ -130,7 +130,7 @@ class DraftFitter:
         return token_ids[:num_kept]
 
     def introduce(self, data: NewRequestData, request: Request) -> None:
-        """Tells the worker what a drafter may know of a new request."""
+        """Sends the worker what a drafter may read of a new request."""
         data.prediction_token_ids, data.cache_salt = request.origin.prediction_token_ids, request.cache_salt
 
     # -- the books ---------------------------------------------------------------------------------------------

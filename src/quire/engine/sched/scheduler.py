@@ -191,7 +191,7 @@ class Scheduler(SchedulerInterface):
     def _schedule_drafts(self, step: StepBuilder, drafts: DraftFitter) -> None:
         """Adds drafts, and blocks for the drafter, from what is left when all else is scheduled.
 
-        So no prompt waits for them and nobody is preempted: as many blocks as the running requests may need in the next
+        So no prompt waits for them and no request is preempted: as many blocks as the running requests may need in the next
         step stay free.
         """
         manager = self.kv_cache_manager

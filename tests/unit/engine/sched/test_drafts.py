@@ -1,4 +1,4 @@
-"""What becomes of a proposal: each rule, and the books (laws L1 to L3 of speculation)."""
+"""Tests each rule about a proposal, and the books (laws L1 to L3 of speculation)."""
 
 from __future__ import annotations
 
