@@ -191,8 +191,8 @@ class Scheduler(SchedulerInterface):
     def _schedule_drafts(self, step: StepBuilder, drafts: DraftFitter) -> None:
         """Adds drafts, and blocks for the drafter, from what is left when all else is scheduled.
 
-        So no prompt waits for them and no request is preempted: as many blocks as the running requests may need in the next
-        step stay free.
+        So no prompt waits for them and no request is preempted: as many blocks as the running requests may need in the
+        next step stay free.
         """
         manager = self.kv_cache_manager
         num_reserved = len(self.running) * len(manager.groups)
