@@ -96,7 +96,6 @@ class EngineCore:
         if drafting is not None:
             vocab_size = config.model_config.hf_config.get("vocab_size")
             drafts = DraftFitter.from_config(drafting, sizes.max_model_len, vocab_size)
-        self._speculates = drafts is not None
         self.scheduler: SchedulerInterface = resolve(config.scheduler_config.scheduler_cls)(
             sizes.config,
             config.scheduler_config,
@@ -333,7 +332,7 @@ class EngineCore:
 
     def post_step(self, model_executed: bool) -> None:
         """Drafts the next tokens of the requests that have just got some, whose clients do not wait for it."""
-        if not (model_executed and self._speculates):
+        if not model_executed or self.executor.config.speculative_config.drafting is None:
             return
         with InterruptShield():
             self.heartbeat.draft()
