@@ -53,6 +53,7 @@ def test_nothing_is_read_without_a_bound() -> None:
 
 READS_FILES = {
     "quire.config.checkpoint",  # the door to what a model repository holds, and its weights' headers
+    "quire.config.flags",  # @FILE for a JSON flag, on the command line
     "quire.config.model_impl",  # a table of the package
     "quire.config.server",  # --api-key-file
     "quire.config.vllm_flags",  # a table of the package

@@ -225,7 +225,7 @@ FULL: dict[str, Any] = {
     "LogprobsLists": LOGPROBS,
     "LogprobsTensors": PROMPT_LOGPROBS,
     "ModelRunnerOutput": ModelRunnerOutput(
-        ["r"], [[5]], {"r": LOGPROBS}, {"r": PROMPT_LOGPROBS}, {"r": SMALL_ARRAY}, {"r": 1}
+        ["r"], [[5]], {"r": LOGPROBS}, {"r": PROMPT_LOGPROBS}, {"r": SMALL_ARRAY}, {"r": [1, 0]}
     ),
     "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]], ["r"], 0.25, False),
     "EngineZmqAddresses": ADDRESSES,

@@ -15,6 +15,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import choose_model_impl
 from quire.config.pooling_files import resolve_pooling
+from quire.config.speculative import SpeculativeConfig, resolve_drafting
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError, UnknownArgumentError, nearest
 from quire.logger import init_logger
@@ -117,7 +118,9 @@ class EngineArgs:
             ):
                 sections[name] = dataclasses.replace(sections[name], **{off: False})
         scheduler = _fill_budgets(sections["scheduler_config"], model.model_len, usage_context)
-        config = EngineConfig(**{**sections, "model_config": model, "scheduler_config": scheduler})
+        speculative = self._resolve_speculation(sections["speculative_config"], model)
+        resolved = {"model_config": model, "scheduler_config": scheduler, "speculative_config": speculative}
+        config = EngineConfig(**{**sections, **resolved})
         _check_combination(config)
         return config
 
@@ -147,6 +150,12 @@ class EngineArgs:
         return (
             dataclasses.replace(resolved, max_model_len=resolved.model_len) if model.max_model_len is None else resolved
         )
+
+    def _resolve_speculation(self, config: SpeculativeConfig, target: ModelConfig) -> SpeculativeConfig:
+        def find(model: str, revision: str | None) -> Path:
+            return resolve_model_dir(model, revision, self.download_dir, token=self.hf_token)
+
+        return dataclasses.replace(config, drafting=resolve_drafting(config, target, find, self._resolve_model))
 
 
 AsyncEngineArgs = EngineArgs

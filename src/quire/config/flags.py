@@ -13,6 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
@@ -174,10 +175,10 @@ def parse_human_int(text: str) -> int:
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """Parses a JSON object, for flags with metavar="JSON"."""
+    """Parses a JSON object, or the file that `@FILE` names, for flags with metavar="JSON"."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as e:
+        value = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except (OSError, ValueError) as e:
         raise ConfigError(f"{text!r} is not a JSON object: {e}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{text!r} is not a JSON object")

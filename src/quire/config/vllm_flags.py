@@ -170,4 +170,6 @@ _READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "override_pooler_config": _pooler_config,
     "structured_outputs_config": _structured_outputs_config,
     "guided_decoding_backend": _grammar_backend,
+    "num_speculative_tokens": lambda value: {"spec_tokens": _read(value)},
+    "speculative_model": lambda value: {"spec_model": value},
 }

@@ -125,7 +125,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     prompt_logprobs: dict[str, LogprobsTensors] = {}
     """All rows at once, by request id, in the step that completes the prompt. Only requests that asked."""
     pooler_output: dict[str, npt.NDArray[Any]] = {}
-    num_nans_in_logits: dict[str, int] = {}
+    num_nans_in_logits: dict[str, list[int]] = {}
+    """NaNs in the logits of each new token, by request id."""
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

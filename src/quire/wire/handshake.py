@@ -13,7 +13,7 @@ import msgspec
 
 from quire.errors import ConfigError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of everything in `wire/`. Both sides must have the same: other versions are refused."""
 
 HANDSHAKE_TIMEOUT_S = 300.0

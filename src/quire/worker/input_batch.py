@@ -144,14 +144,25 @@ class InputBatch:
                     histories[row].append(token_id)
 
     def extend_tokens(self, row: int, token_ids: list[int]) -> None:
-        """Adds outputs of one request that were not sampled here: tokens that a grammar forces."""
+        """Adds several outputs of one request. Its history may have the first of them already."""
         start = self.num_tokens[row]
-        self.token_ids[row, start : start + len(token_ids)] = token_ids
-        self.num_tokens[row] += len(token_ids)
         history = self.sampling.histories.get(row)
         if history is not None:
-            for token_id in token_ids:
+            for token_id in token_ids[len(history.output_token_ids) - (start - self.num_prompt_tokens[row]) :]:
                 history.append(token_id)
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
+
+    def write_drafts(self, drafts: Mapping[str, list[int]]) -> npt.NDArray[np.int64]:
+        """Writes drafts, by request id, behind the tokens of their requests, where later tokens overwrite them. Returns
+        [num_reqs] the number of each row."""
+        num_drafts = np.zeros(self.num_reqs, dtype=np.int64)
+        for req_id, token_ids in drafts.items():
+            row = self.rows[req_id]
+            start = self.num_tokens[row]
+            self.token_ids[row, start : start + len(token_ids)] = token_ids
+            num_drafts[row] = len(token_ids)
+        return num_drafts
 
     def output_lens(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Returns the number of output tokens that each of the requests in `rows` has so far."""
@@ -176,16 +187,31 @@ class StepInputs:
     attention: list[AttentionBatch]
     """Per KV cache group."""
     sampling: Rows
-    """Indices of the requests that sample a token: those whose last token is in the step."""
+    """Indices of the requests that sample: those whose last token is in the step."""
+    num_drafts: npt.NDArray[np.int64] | None
+    """[num_reqs] the last tokens of each request that are drafts; None: there are no drafts in the step."""
 
     @property
     def logits_indices(self) -> npt.NDArray[np.int64]:
-        """[len(sampling)] the last token of each request that samples."""
-        return (self.starts + self.query_lens - 1)[self.sampling]
+        """The tokens whose logits are needed: of each request that samples its last certain token, and its drafts."""
+        lasts = (self.starts + self.query_lens - 1)[self.sampling]
+        if self.num_drafts is None:
+            return lasts
+        lens = self.num_drafts[self.sampling] + 1
+        return np.arange(lens.sum()) + np.repeat(lasts - np.cumsum(lens) + 1, lens)
 
 
-def make_step_inputs(batch: InputBatch, num_scheduled_tokens: Mapping[str, int], device: torch.device) -> StepInputs:
-    """Returns the inputs of a step. Every id must be in the batch, with its num_computed_tokens up to date."""
+NO_DRAFTS: Mapping[str, list[int]] = {}
+
+
+def make_step_inputs(
+    batch: InputBatch,
+    num_scheduled_tokens: Mapping[str, int],
+    device: torch.device,
+    drafts: Mapping[str, list[int]] = NO_DRAFTS,
+) -> StepInputs:
+    """Returns the inputs of a step. Every id must be in the batch, with its num_computed_tokens up to date.
+    `drafts` are among the scheduled tokens of their requests; they are written into the batch."""
     scheduled = np.zeros(batch.num_reqs, dtype=np.int64)
     for req_id, num_tokens in num_scheduled_tokens.items():
         scheduled[batch.rows[req_id]] = num_tokens
@@ -194,6 +220,8 @@ def make_step_inputs(batch: InputBatch, num_scheduled_tokens: Mapping[str, int],
     computed = batch.num_computed_tokens[rows]
     seq_lens = computed + query_lens
     starts = np.cumsum(query_lens) - query_lens
+    num_drafts = batch.write_drafts(drafts)[rows] if drafts else None
+    certain_lens = seq_lens if num_drafts is None else seq_lens - num_drafts
 
     token_rows = np.repeat(rows, query_lens)  # [num_tokens]
     positions = np.arange(len(token_rows)) + np.repeat(computed - starts, query_lens)
@@ -215,5 +243,6 @@ def make_step_inputs(batch: InputBatch, num_scheduled_tokens: Mapping[str, int],
         input_ids=torch.from_numpy(input_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
         attention=attention,
-        sampling=np.flatnonzero(seq_lens == batch.num_tokens[rows]),
+        sampling=np.flatnonzero(certain_lens == batch.num_tokens[rows]),
+        num_drafts=num_drafts,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -76,6 +76,8 @@ class ModelRunner:
         self._run_model = self.model if encoders or not is_plannable else backend.plan_steps(self.model)
         self.pooler = None if pooling is None else Pooler(pooling, model, kernels, dtype, device)
         self.sampler = StepSampler(kernels.sampling(), vocab_size, device)
+        self.on_step: Callable[[PendingStep, ModelRunnerOutput], None] | None = None
+        """Called at the end of every step."""
         self._is_in_step = False
         self._pending: PendingStep | None = None
 
@@ -116,7 +118,8 @@ class ModelRunner:
         if not scheduler_output.total_num_scheduled_tokens:
             self._is_in_step = False
             return EMPTY_MODEL_RUNNER_OUTPUT
-        inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device, drafts)
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
         segments = None if self.pooler is None else self.pooler.segments(req_ids, inputs)
         hidden, *_ = self._forward(
@@ -129,8 +132,10 @@ class ModelRunner:
         self._pending = PendingStep(
             inputs,
             req_ids,
+            hidden,
             self._compute_logits(inputs, hidden),
             self.sampler.score_prompts(inputs, req_ids, hidden, self.model.compute_logits),
+            drafts,
         )
         return None
 
@@ -140,6 +145,8 @@ class ModelRunner:
         assert self._pending is not None, "there is no step to sample"
         step, self._pending = self._pending, None
         output = self.sampler.sample(step, self.batch, grammar_output)
+        if self.on_step is not None:
+            self.on_step(step, output)
         self._is_in_step = False
         return output
 

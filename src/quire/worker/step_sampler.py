@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from quire.worker.input_batch import InputBatch, StepInputs
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
 from quire.worker.sample.sampler import apply_grammar_bitmask, sample
+from quire.worker.sample.verify import NO_DRAFT, Runs, verify
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,14 @@ class PendingStep:
 
     inputs: StepInputs
     req_ids: list[str]
+    hidden: Tensor
+    """[num_tokens, hidden_size], the model's output. The next step may overwrite it."""
     logits: Tensor | None
-    """[len(inputs.sampling), vocab_size] float32; None if no request samples."""
+    """[len(inputs.logits_indices), vocab_size] float32; None if no request samples."""
     prompt_logprobs: dict[str, LogprobsTensors]
     """Results of the prompts that the step completes."""
+    drafts: Mapping[str, list[int]] = field(default_factory=dict)
+    """Drafts in the step, by request id."""
 
 
 class StepSampler:
@@ -71,15 +76,28 @@ class StepSampler:
         sampling = step.inputs.sampling.tolist()
         req_ids = [step.req_ids[i] for i in sampling]  # one for each row of the logits
         rows = step.inputs.rows[step.inputs.sampling]
-        if self._counts_nans:
-            output.num_nans_in_logits = dict(zip(req_ids, logits.isnan().sum(dim=-1).tolist(), strict=True))
+        num_nans = logits.isnan().sum(dim=-1).tolist() if self._counts_nans else None
         if grammar_output is not None:
-            _apply_grammar(logits, grammar_output, req_ids)
-        sampled = sample(logits, self._select(batch, rows), batch.output_lens(rows), self._kernel)
-        batch.append_tokens(rows, sampled.token_ids)
-        for i, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
-            output.sampled_token_ids[i] = [token_id]
-        output.logprobs = {req_ids[row]: lists for row, lists in sampled.logprobs.items()}
+            _apply_grammar(logits, grammar_output, req_ids, step.drafts)
+        metadata, output_lens = self._select(batch, rows), batch.output_lens(rows)
+        if step.inputs.num_drafts is None:
+            sampled = sample(logits, metadata, output_lens, self._kernel)
+            batch.append_tokens(rows, sampled.token_ids)
+            for i, token_id in zip(sampling, sampled.token_ids.tolist(), strict=True):
+                output.sampled_token_ids[i] = [token_id]
+            firsts: list[int] = list(range(len(req_ids)))
+            logprobs = sampled.logprobs
+        else:
+            runs = _find_runs(step.inputs, batch)
+            verified = verify(logits, metadata, output_lens, runs, self._kernel)
+            for i, row, token_ids in zip(sampling, rows.tolist(), verified.token_ids, strict=True):
+                batch.extend_tokens(row, token_ids)
+                output.sampled_token_ids[i] = token_ids
+            firsts, logprobs = runs.firsts.tolist(), verified.logprobs
+        output.logprobs = {req_ids[row]: lists for row, lists in logprobs.items()}
+        if num_nans is not None:
+            for i, first, req_id in zip(sampling, firsts, req_ids, strict=True):
+                output.num_nans_in_logits[req_id] = num_nans[first : first + len(output.sampled_token_ids[i])]
         return output
 
     def _select(self, batch: InputBatch, rows: Rows) -> SamplingMetadata:
@@ -98,15 +116,38 @@ class StepSampler:
         sample(logits, table.select(np.arange(n), self._device), np.zeros(n, dtype=np.int64), self._kernel)
 
 
-def _apply_grammar(logits: Tensor, grammar_output: GrammarOutput, req_ids: list[str]) -> None:
-    """Masks the rows of `logits` (those of `req_ids`) that have a grammar."""
-    row_of = {req_id: row for row, req_id in enumerate(req_ids)}
-    masked = [
-        (i, row_of[req_id]) for i, req_id in enumerate(grammar_output.structured_output_request_ids) if req_id in row_of
-    ]
-    if masked:
-        bitmask = np.asarray(grammar_output.grammar_bitmask)[[i for i, _ in masked]]
-        apply_grammar_bitmask(logits, [row for _, row in masked], bitmask)
+def _find_runs(inputs: StepInputs, batch: InputBatch) -> Runs:
+    """Returns the runs of a step with drafts, which are still behind the tokens of their requests in `batch`."""
+    assert inputs.num_drafts is not None
+    rows, lens = inputs.rows[inputs.sampling], inputs.num_drafts[inputs.sampling] + 1
+    ends = np.cumsum(lens)
+    firsts = ends - lens
+    positions = np.arange(ends[-1]) + np.repeat(batch.num_tokens[rows] - firsts, lens)
+    drafts = batch.token_ids[np.repeat(rows, lens), np.minimum(positions, batch.token_ids.shape[1] - 1)]
+    drafts[ends - 1] = NO_DRAFT
+    return Runs(firsts, lens, drafts)
+
+
+def _apply_grammar(
+    logits: Tensor, grammar_output: GrammarOutput, req_ids: list[str], drafts: Mapping[str, list[int]]
+) -> None:
+    """Masks the rows of `logits` (those of `req_ids`, 1 + its drafts for each) that have a grammar."""
+    first_row: dict[str, int] = {}
+    num_rows = 0
+    for req_id in req_ids:
+        first_row[req_id] = num_rows
+        num_rows += 1 + len(drafts.get(req_id, ()))
+    rows: list[int] = []
+    mask_rows: list[int] = []
+    next_mask_row = 0
+    for req_id in grammar_output.structured_output_request_ids:
+        n = 1 + len(drafts.get(req_id, ()))
+        if req_id in first_row:
+            rows += range(first_row[req_id], first_row[req_id] + n)
+            mask_rows += range(next_mask_row, next_mask_row + n)
+        next_mask_row += n
+    if rows:
+        apply_grammar_bitmask(logits, rows, np.asarray(grammar_output.grammar_bitmask)[mask_rows])
 
 
 LOGITS_PER_TILE = 1 << 24

@@ -23,6 +23,7 @@ from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
 from quire.worker.model_runner import ModelRunner
+from quire.worker.spec_decode.speculation import Speculation, make_speculation
 
 if TYPE_CHECKING:
     from quire.worker.fallback.load import FallbackWeights
@@ -46,6 +47,8 @@ class Worker:
         self.rank = rank
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
+        self._speculation: Speculation | None = None
+        """None: no speculation, or no model yet."""
         self._profiler = WorkerProfiler(config.observability_config.profiler, rank)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -91,6 +94,9 @@ class Worker:
             dtype=self.dtype,
             pooling=model.pooling,
         )
+        drafting = self.config.speculative_config.drafting
+        if drafting is not None:
+            self._speculation = make_speculation(self.config, placement, self._runner, drafting)
         stamp("weights")
 
     def _load_weights(self, model: ModelConfig, placement: Placement) -> nn.Module:
@@ -162,6 +168,8 @@ class Worker:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         if self._profiler.is_armed:
             self._profiler.begin_step()
+        if self._speculation is not None:
+            self._speculation.begin_step(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids)
         return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -172,8 +180,9 @@ class Worker:
         self.runner.execute_dummy_batch()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Returns the draft tokens for the next step: None, because there is no drafter."""
-        return None
+        """Returns the draft tokens for the next step; None without speculation. It is called after the outputs of a
+        step have left, so that drafting delays none of them."""
+        return None if self._speculation is None else self._speculation.propose()
 
     # -- sleep and new weights ----------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("limit_mm_per_prompt", {"image": 1}, {}),
     ("disable_log_requests", True, {}),
     ("disable_async_output_proc", True, {}),
-    ("speculative_config", {"method": "ngram"}, {}),
+    ("speculative_config", {"method": "ngram"}, {"speculative_config": {"method": "ngram"}}),
     # vLLM's by another name here
     ("task", "embed", {"runner": "pooling", "convert": "embed"}),
     ("task", "score", {"runner": "pooling"}),

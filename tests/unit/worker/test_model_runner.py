@@ -226,8 +226,8 @@ def test_nans_are_counted_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_COMPUTE_NANS_IN_LOGITS", "1")
     runner = make_runner()
     runner.model.positions[2] = torch.nan  # spoils position 2 and what sees it
-    assert run_step(runner, new_request("a", [1, 2], 2)).num_nans_in_logits == {"a": 0}
-    assert run_step(runner, new_request("b", [1, 2, 3], 3, first_block=60)).num_nans_in_logits == {"b": VOCAB}
+    assert run_step(runner, new_request("a", [1, 2], 2)).num_nans_in_logits == {"a": [0]}
+    assert run_step(runner, new_request("b", [1, 2, 3], 3, first_block=60)).num_nans_in_logits == {"b": [VOCAB]}
     monkeypatch.delenv("QUIRE_COMPUTE_NANS_IN_LOGITS")
     assert run_step(make_runner(), new_request("a", [1, 2], 2)).num_nans_in_logits == {}
 

@@ -49,7 +49,9 @@ def apply_result(
         events=request.report.take_events() if request.report.events else None,
         prefill_stats=make_prefill_stats(request) if first else None,
         trace_headers=request.origin.trace_headers,
-        num_nans_in_logits=result.num_nans_in_logits.get(request_id, 0) if result.num_nans_in_logits else 0,
+        num_nans_in_logits=sum(result.num_nans_in_logits[request_id][: len(kept)])
+        if request_id in result.num_nans_in_logits
+        else 0,
         error_message=error_message,
         error_type=error_type,
     )
@@ -179,6 +181,9 @@ class OutputCollector:
                 if output is not None:
                     output.spec_decode_metrics = metrics
             if output is not None:
+                if num_drafts and self._drafts is not None:
+                    num_kept = len(output.new_token_ids)
+                    output.spec_decode_metrics = self._drafts.record(request, num_drafts, num_matched, num_kept)
                 self._outputs[request.origin.client_index].append(output)
                 if output.finish_reason is not None:
                     ended.append(request)

@@ -32,6 +32,10 @@ class DrawRules:
     """1: off"""
     seeds: npt.NDArray[np.uint64]
 
+    def take(self, rows: Ids) -> DrawRules:
+        """Returns the parameters of `rows`, which may repeat."""
+        return DrawRules(self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows], self.seeds[rows])
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of one selected token per row, and of the most likely tokens."""

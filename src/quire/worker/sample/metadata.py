@@ -6,9 +6,11 @@ holds only what some request asked for: a field that is None or empty is work th
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +89,13 @@ class TokenEntries(NamedTuple):
         token_ids = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in ids_by_row])
         return TokenEntries(torch.from_numpy(rows).to(device), torch.from_numpy(token_ids).to(device))
 
+    def move(self, places: Rows) -> tuple[TokenEntries, Tensor]:
+        """Returns the pairs with places[row] for row, without those where that is negative; and which are left, [m]
+        bool."""
+        rows = torch.from_numpy(places).to(self.rows.device)[self.rows]
+        is_left = rows >= 0
+        return TokenEntries(rows[is_left], self.token_ids[is_left]), is_left
+
 
 Rows = npt.NDArray[np.int64]
 """Row numbers of the batch, ascending."""
@@ -142,6 +151,41 @@ class SamplingMetadata:
     """(row, outputs before which its stop tokens are banned, stop tokens)"""
     thinking: list[ThinkingRow]
     logprobs: list[LogprobRow]
+    histories: dict[int, TokenHistory]
+    """Histories by row."""
+
+    @cached_property
+    def edited(self) -> Rows:
+        """Rows whose logits sampling edits."""
+        rows = [row for row, *_ in (*self.bad_words, *self.min_tokens)] + [limit.row for limit in self.thinking]
+        if self.allowed is not None:
+            rows += self.allowed.rows.tolist()
+        if self.bias is not None:
+            rows += self.bias[0].rows.tolist()
+        if self.penalized is not None:
+            rows += self.penalized.rows
+        return np.unique(np.array(rows, dtype=np.int64))
+
+    def move_edits(self, places: Rows) -> SamplingMetadata:
+        """Returns the edits of row i as those of row places[i]; without the rows where that is negative."""
+        to = places.tolist()
+        allowed, bias, penalized = self.allowed, self.bias, self.penalized
+        if bias is not None:
+            entries, is_left = bias[0].move(places)
+            bias = entries, bias[1][is_left]
+        if penalized is not None:
+            left = [i for i, row in enumerate(penalized.rows) if to[row] >= 0]
+            histories = [penalized.histories[i] for i in left]
+            penalized = PenalizedRows([to[penalized.rows[i]] for i in left], histories, penalized.factors[left])
+        return dataclasses.replace(
+            self,
+            allowed=allowed and allowed.move(places)[0],
+            bias=bias,
+            penalized=penalized,
+            bad_words=[(to[row], *rest) for row, *rest in self.bad_words if to[row] >= 0],
+            min_tokens=[(to[row], *rest) for row, *rest in self.min_tokens if to[row] >= 0],
+            thinking=[dataclasses.replace(w, row=to[w.row]) for w in self.thinking if to[w.row] >= 0],
+        )
 
     @property
     def edits_logits(self) -> bool:
@@ -158,7 +202,8 @@ class SamplingTable:
         self._top_k = np.zeros(max_num_reqs, dtype=np.int64)
         self._top_p = np.ones(max_num_reqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_reqs, dtype=np.uint64)
-        self._params: list[SamplingParams | None] = [None] * max_num_reqs
+        self.params: list[SamplingParams | None] = [None] * max_num_reqs
+        """Parameters by row; None: there is no request, or it does not sample."""
         self._is_plain = np.ones(max_num_reqs, dtype=bool)
         self.histories: dict[int, TokenHistory] = {}
         """Histories of the requests whose sampling depends on earlier tokens, by row."""
@@ -170,7 +215,7 @@ class SamplingTable:
         self._temperature[row] = 0.0 if params.is_greedy else params.temperature
         self._min_p[row], self._top_k[row], self._top_p[row] = params.min_p, params.top_k, params.top_p
         self._seeds[row] = _seed_of(req_id, params)
-        self._params[row] = params
+        self.params[row] = params
         self._is_plain[row] = _is_plain(params)
         if _has_penalty(params) or params.bad_words_token_ids or params.thinking_token_budget is not None:
             # only the repetition penalty depends on the prompt
@@ -179,21 +224,21 @@ class SamplingTable:
 
     def clear_row(self, row: int) -> None:
         """Drops the request of a row."""
-        self._params[row] = None
+        self.params[row] = None
         self.histories.pop(row, None)
 
     def move_row(self, source: int, target: int) -> None:
         """Moves a request to a free row."""
         for array in (self._temperature, self._min_p, self._top_k, self._top_p, self._seeds, self._is_plain):
             array[target] = array[source]
-        self._params[target], self._params[source] = self._params[source], None
+        self.params[target], self.params[source] = self.params[source], None
         if source in self.histories:
             self.histories[target] = self.histories.pop(source)
 
     def select(self, rows: Rows, device: torch.device) -> SamplingMetadata:
         """Returns the metadata of the requests in `rows`; row i of the logits will be the request in rows[i]."""
         special = [
-            (i, params) for i in np.flatnonzero(~self._is_plain[rows]).tolist() if (params := self._params[rows[i]])
+            (i, params) for i in np.flatnonzero(~self._is_plain[rows]).tolist() if (params := self.params[rows[i]])
         ]
         allowed = [(i, sorted(set(p.allowed_token_ids))) for i, p in special if p.allowed_token_ids]
         return SamplingMetadata(
@@ -219,6 +264,7 @@ class SamplingTable:
                 for i, p in special
                 if p.num_logprobs is not None or p.logprob_token_ids
             ],
+            histories={i: self.histories[int(rows[i])] for i, _ in special if int(rows[i]) in self.histories},
         )
 
     def _select_rules(self, rows: Rows) -> DrawRules | None:

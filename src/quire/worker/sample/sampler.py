@@ -104,7 +104,7 @@ def sample(
     token_ids = kernel.choose(logits, metadata.rules, output_lens)
     if not wanted:
         return SamplerOutput(token_ids, {})
-    return SamplerOutput(token_ids, _logprobs(raw, raw_rows, token_ids[which], wanted, kernel))
+    return SamplerOutput(token_ids, score_tokens(raw, raw_rows, token_ids[which], wanted, kernel))
 
 
 def edit_logits(logits: Tensor, metadata: SamplingMetadata, output_lens: npt.NDArray[np.int64]) -> None:
@@ -137,11 +137,12 @@ def _penalize(logits: Tensor, penalized: PenalizedRows) -> None:
     apply_penalties(logits, entries, counts, *factors.unbind(1))
 
 
-def _logprobs(
-    raw: Tensor, raw_rows: Ids, selected: Ids, wanted: list[LogprobRow], kernel: SamplingKernel
+def score_tokens(
+    raw: Tensor, raw_rows: Ids, selected: Ids, wanted: Sequence[LogprobRow], kernel: SamplingKernel
 ) -> dict[int, LogprobsLists]:
-    """Returns log-probabilities. raw[raw_rows[i]]: the logits of wanted[i]. Column 0 is the sampled token; for the
-    others see LogprobRow."""
+    """Returns log-probabilities by row. raw[raw_rows[i]]: the logits that `selected[i]` was sampled from, for
+    wanted[i]; several tokens of one row follow one another. Column 0 is the sampled token; for the others see
+    LogprobRow."""
     vocab = raw.shape[1]
     counts = [vocab if w.num_top == -1 else min(w.num_top, vocab) for w in wanted]
     ids, values, ranks, log_totals = kernel.logprobs(raw, raw_rows, selected, max(counts))
@@ -153,5 +154,8 @@ def _logprobs(
             row_ids += want.token_ids
             chosen = raw[int(raw_rows[i])][torch.tensor(want.token_ids, device=raw.device)].double().cpu().numpy()
             row_values += (chosen - log_totals[i]).astype(np.float32).tolist()
-        result[want.row] = LogprobsLists([row_ids], [row_values], [rank_list[i]])
+        lists = result.setdefault(want.row, LogprobsLists([], [], []))
+        lists.logprob_token_ids.append(row_ids)
+        lists.logprobs.append(row_values)
+        lists.sampled_token_ranks.append(rank_list[i])
     return result

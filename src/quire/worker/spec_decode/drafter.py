@@ -7,10 +7,18 @@ is kept only where it equals the token that is drawn at its position. A wrong dr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+
+from quire.config.engine import EngineConfig
+from quire.config.speculative import Drafting
+from quire.worker.input_batch import StepInputs
+from quire.worker.loader import Placement
+from quire.worker.model_runner import ModelRunner
 
 
 class DraftRow(NamedTuple):
@@ -48,7 +56,7 @@ NO_PROPOSAL = Proposal([], [])
 class Drafter(Protocol):
     """Proposes drafts. Owns whatever it remembers of requests; knows nothing of scheduling.
 
-    It may raise: speculation is then switched off, and no token changes.
+    It may raise: speculation is then switched off, and no token changes. Its class is called with a `DrafterContext`.
     """
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
@@ -62,3 +70,59 @@ class Drafter(Protocol):
     def forget(self, req_id: str) -> None:
         """Drops what it remembers of a request that has ended or was preempted. Unknown ids are ignored."""
         ...
+
+
+class TargetStep(NamedTuple):
+    """Results of the target's last step. Tensors may be views: use them until the next step."""
+
+    inputs: StepInputs
+    req_ids: list[str]
+    """In the order of `inputs.rows`. A request may have left the batch since."""
+    hidden: Tensor
+    """[num_tokens, hidden_size]"""
+    sampled_token_ids: list[list[int]]
+    """New tokens of each request; the batch has them already."""
+
+
+class Lengths(Protocol):
+    """Decides how many drafts of which request pay."""
+
+    def limit(self, rows: Sequence[DraftRow]) -> Sequence[DraftRow]:
+        """Returns the rows to draft for, in their order, some perhaps with a lower `max_drafts`."""
+        ...
+
+    def cut(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal]) -> list[int]:
+        """Returns how many drafts of each proposal the next step is to verify."""
+        ...
+
+    def observe_drafts(self, confidences: Sequence[int], num_accepted: int) -> None:
+        """Learns the fate of drafts of one request: the first `num_accepted` were right, the next one was wrong, and
+        nothing is known of the others."""
+        ...
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Learns how long a step took that computed `num_rows` tokens, logits for each: no prompt, no padding."""
+        ...
+
+    def observe_drafting(self, num_rows: int, seconds: float) -> None:
+        """Learns how long `propose` took for `num_rows` requests."""
+        ...
+
+
+@dataclass
+class DrafterContext:
+    """The parts of the worker that a drafter may use.
+
+    The batch and the KV cache of `runner` exist only after initialize_kv_cache, and are others after each call of it:
+    read them through `runner` at every use.
+    """
+
+    config: EngineConfig
+    drafting: Drafting
+    placement: Placement
+    """Device, type and kernels."""
+    runner: ModelRunner
+    """The target: `model`, `backend`, `batch`, `kv_cache`."""
+    lengths: Lengths
+    step: TargetStep | None = None
+    """The last step; None before the first."""

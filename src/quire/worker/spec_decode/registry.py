@@ -11,9 +11,22 @@ class DrafterSpec(NamedTuple):
     factory: str
     """package.module:Class, called with a `DrafterContext`; imported when the method is chosen."""
     reads_hidden: bool = False
-    """True if it needs the target's hidden states of every step."""
+    """True if it needs the target's hidden states of every step: `propose` is called with no rows, too."""
     has_kv: bool = False
     """True if it has layers in the KV cache."""
 
 
-DRAFTERS: dict[str, DrafterSpec] = {}
+DRAFTERS: dict[str, DrafterSpec] = {
+    "ngram": DrafterSpec("quire.worker.spec_decode.ngram:NgramDrafter"),
+}
+CUSTOM_CLASS = "custom_class"
+"""Method whose drafter is `Drafting.drafter_cls`."""
+
+
+def find_drafter(method: str, drafter_cls: str | None) -> DrafterSpec:
+    """Returns the row of a method; a row for `drafter_cls` (package.module:Class or package.module.Class) if it is
+    custom_class."""
+    if method != CUSTOM_CLASS:
+        return DRAFTERS[method]
+    assert drafter_cls is not None, "the configuration names the class"
+    return DrafterSpec(drafter_cls if ":" in drafter_cls else ":".join(drafter_cls.rsplit(".", 1)))

@@ -153,7 +153,7 @@ def test_the_rest_of_a_result_reaches_its_request() -> None:
         [[5], [7]],
         logprobs={"a": rows},
         prompt_logprobs={"a": prompt_rows},
-        num_nans_in_logits={"b": 2},
+        num_nans_in_logits={"b": [2]},
     )
     batches = engine.update(output, result)
     a, b = batches[0].outputs

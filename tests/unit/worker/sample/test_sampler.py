@@ -141,7 +141,7 @@ def check_logprobs(lists: sampler.LogprobsLists, raw: np.ndarray, token: int, p:
 
 
 def test_greedy_batch_does_nothing_but_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((torch_kernel, "_draw"), (sampler, "edit_logits"), (sampler, "_logprobs")):
+    for module, name in ((torch_kernel, "_draw"), (sampler, "edit_logits"), (sampler, "score_tokens")):
         monkeypatch.delattr(module, name)
     logits = torch.randn(3, VOCAB)
     output = run(logits, [(SamplingParams(temperature=0), [1], [2])] * 3, torch_kernel.TorchSampling())
