@@ -181,9 +181,6 @@ class OutputCollector:
                 if output is not None:
                     output.spec_decode_metrics = metrics
             if output is not None:
-                if num_drafts and self._drafts is not None:
-                    num_kept = len(output.new_token_ids)
-                    output.spec_decode_metrics = self._drafts.record(request, num_drafts, num_matched, num_kept)
                 self._outputs[request.origin.client_index].append(output)
                 if output.finish_reason is not None:
                     ended.append(request)
