@@ -1,7 +1,7 @@
 """From a checkpoint on disk to a model in memory, and back again."""
 
-from quire.worker.loader.load import Placement, load_model
+from quire.worker.loader.load import Placement, load_head, load_model
 from quire.worker.loader.packed import WeightCache
 from quire.worker.loader.weights import ModelWeights
 
-__all__ = ["ModelWeights", "Placement", "WeightCache", "load_model"]
+__all__ = ["ModelWeights", "Placement", "WeightCache", "load_head", "load_model"]

@@ -25,8 +25,10 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.config.quantization import WEIGHT_BITS, quantization_method, read_stored_scheme, scheme_of
+from quire.config.speculators import HEAD, aux_layers, check_head
 from quire.errors import ModelLoadError, QuireError, UnsupportedModelError
 from quire.logger import init_logger
+from quire.resolve import resolve
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.packs import FRESH_PACKS, Packs
@@ -57,7 +59,9 @@ from quire.worker.loader.stored import (
     recall_kinds,
     remember_kinds,
 )
-from quire.worker.models.registry import get_model_class
+from quire.worker.models.decoder import Decoder
+from quire.worker.models.eagle import EagleHead, head_name
+from quire.worker.models.registry import HEADS, get_model_class
 from quire.worker.platform import release_free_memory
 from quire.worker.pooler import PooledDecoder
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
@@ -109,16 +113,20 @@ class Placement:
 
 
 def load_model(
-    model_config: ModelConfig, load_config: LoadConfig, placement: Placement, cache: WeightCache | None = None
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    placement: Placement,
+    cache: WeightCache | None = None,
+    model_class: Callable[[HFConfig], nn.Module] | None = None,
 ) -> nn.Module:
     """Returns the model of `model_config` with its weights loaded, without gradients. Packed weights are taken from
-    `cache`, or written there.
+    `cache`, or written there. `model_class` makes it; None: the class in the table of models.
 
     Raises UnsupportedModelError or ModelLoadError, naming file and tensor.
     """
     start = time.monotonic()
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
-    model = _build(hf, model_config.pooling)
+    model = _build(hf, model_config.pooling, model_class)
     method = quantization_method(model_config.quantization, hf.get("quantization_config"), hf.path)
     if method is not None and method in WEIGHT_BITS:
         plan_quantization(model, scheme_of(method))
@@ -136,6 +144,58 @@ def load_model(
     name, seconds = str(placement.dtype).removeprefix("torch."), time.monotonic() - start
     logger.info("Loaded %s from %s: %.2f GiB of %s in %.2f s", hf.architecture, source, gib, name, seconds)
     return model
+
+
+def load_head(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    placement: Placement,
+    target: nn.Module,
+    target_config: ModelConfig,
+    cache: WeightCache | None = None,
+) -> EagleHead:
+    """Returns the head of `model_config`, whose config.json is in the form of config/speculators.py, with its weights
+    loaded. It drafts for `target`, whose modules it shares: they must live as long, and `taps` are for the caller to
+    set. Raises as `load_model` does, before weights are read if the two do not belong together."""
+    hf, target_hf = model_config.hf_config, target_config.hf_config
+    check_head(hf, target_hf)
+    if not isinstance(getattr(target, "model", None), Decoder):
+        raise UnsupportedModelError(
+            f"{hf.path} is a head that reads the states of {target_hf.architecture}, which only decoders that Quire's "
+            "own code runs return; choose another --spec-method"
+        )
+    index = None if load_config.load_format == "dummy" else CheckpointIndex.from_dir(model_config.model_dir)
+    tensors = {} if index is None else {head_name(name): info for name, info in index.tensors.items()}
+    draft_vocab_size = hf.size("draft_vocab_size", hf.vocab_size)
+    token_ids = None
+    if "d2t" in tensors:
+        token_ids = _read_token_ids(tensors["d2t"], draft_vocab_size, target_hf.vocab_size)
+    elif draft_vocab_size != hf.vocab_size:
+        if index is not None:
+            raise ModelLoadError(f"{index.source} has no tensor d2t, which a vocabulary of {draft_vocab_size} needs")
+        token_ids = torch.arange(draft_vocab_size)
+    make: Callable[..., EagleHead] = resolve(HEADS[hf.get(HEAD)])
+    taps = aux_layers(hf, target_hf)
+    config = dataclasses.replace(model_config, max_model_len=target_config.model_len, pooling=None)
+    head = load_model(config, load_config, placement, cache, lambda hf: make(hf, target, taps, tensors.keys()))
+    assert isinstance(head, EagleHead)
+    head.token_ids = None if token_ids is None else token_ids.to(placement.device)
+    return head
+
+
+def _read_token_ids(info: TensorInfo, draft_vocab_size: int, vocab_size: int) -> Tensor:
+    """Returns the target's id of each id of a head: d2t holds the differences. Raises ModelLoadError."""
+    if info.shape != (draft_vocab_size,) or info.dtype not in ("I64", "I32"):
+        raise ModelLoadError(
+            f"{info.file}: tensor d2t is {info.dtype}{list(info.shape)}; it must be I64[{draft_vocab_size}], a "
+            "difference for each token of the head's vocabulary"
+        )
+    ids = torch.arange(draft_vocab_size) + MappedFile(info.file).read(info).long()
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelLoadError(
+            f"{info.file}: tensor d2t does not lead to increasing ids of the target's vocabulary of {vocab_size} tokens"
+        )
+    return ids
 
 
 def match_tensors(
@@ -193,14 +253,14 @@ def _check_tensor(name: str, wanted: Tensor, stored: Stored) -> None:
         )
 
 
-def _build(hf: HFConfig, pooling: PoolingConfig | None) -> nn.Module:
+def _build(hf: HFConfig, pooling: PoolingConfig | None, model_class: Callable[..., nn.Module] | None) -> nn.Module:
     """Returns the model on the meta device: shapes only."""
     if not hf.architecture:
         raise ModelLoadError(f"{hf.path} does not name an architecture in 'architectures'")
-    model_class = get_model_class(hf)
+    make: Callable[..., nn.Module] = model_class or get_model_class(hf)
     try:
         with torch.device("meta"):
-            model: nn.Module = model_class(hf, pooling) if hf.is_encoder else model_class(hf)
+            model = make(hf, pooling) if hf.is_encoder else make(hf)
             if pooling is not None and not hf.is_encoder:
                 model = PooledDecoder(model, hf, pooling)
     except QuireError:

@@ -34,7 +34,9 @@ class SelfAttention(KernelModule):
         sizes = projection_sizes(spec, layer, num_heads, q_size, kv_size)
         self.sizes = list(sizes.values())
         parts, inner = {part: size for part, size in sizes.items() if size}, LinearSpec(clip=spec.clip_qkv)
-        self.qkv_proj = side_by_side(hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner)
+        self.qkv_proj = side_by_side(
+            layer.input_size or hidden_size, parts, spec.qkv_bias, spec.fused_qkv is not None, inner
+        )
         self.o_proj = Linear(q_size, hidden_size, spec.output_bias, spec.into_residual)
         paired_dim = 0
         if spec.rope_pairs and layer.rope is not None:

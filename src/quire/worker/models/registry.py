@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.config.hf_config import HFConfig
 from quire.config.model_impl import hint_of_names
+from quire.config.speculators import EAGLE, EAGLE3
 from quire.errors import UnsupportedModelError
 from quire.resolve import resolve
 
@@ -99,6 +100,13 @@ MODELS: dict[str, str] = {
 
 To add a row: docs/recipes/add_a_model.md.
 """
+
+
+HEADS: dict[str, str] = {
+    EAGLE: "quire.worker.models.eagle:EagleHead",
+    EAGLE3: "quire.worker.models.eagle3:Eagle3Head",
+}
+"""Heads that draft, by method: `cls(hf, target, taps, names of stored tensors)` is an EagleHead."""
 
 
 def get_model_class(hf: HFConfig) -> Any:

@@ -49,6 +49,8 @@ class LayerSpec:
     """Tokens a query sees, its own included; None for all before it."""
     rope: str | None = "rope"
     """Which of the model's rotary embeddings; None for no rotation at all."""
+    input_size: int | None = None
+    """Elements that attention reads of each token; None for the config's `hidden_size`."""
     head_dim: int | None = None
     """Elements of a head; None for the config's `head_dim`."""
     num_heads: int | None = None
