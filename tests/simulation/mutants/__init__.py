@@ -24,7 +24,7 @@ CHANGE_NO_TOKEN = {
     *("wrong_free_order", "worthless_blocks_last", "eviction_from_the_tail", "last_block_never_hit"),
     "new_block_unnoticed_by_look_up",
     *("reset_keeps_the_cache", "counts_every_look_up", "cached_tokens_not_reported"),
-    *("drafts_preempt", "drafts_survive_preemption", "last_steps_blocks_unregistered"),
+    *("drafts_are_hashed", "drafts_preempt", "drafts_survive_preemption", "last_steps_blocks_unregistered"),
     *("threshold_ignored", "preempted_to_the_tail", "watermark_ignored", "prompt_not_reserved"),
 }
-"""They cost speed, fairness or true numbers only: tokens cannot show them."""
+"""They cost speed, fairness or true numbers only: tokens cannot show them, or very rarely (`drafts_are_hashed`)."""
