@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 from collections import Counter, deque
 from pathlib import Path
@@ -19,7 +20,7 @@ from quire.worker.spec_decode.suffix_index import (
     make_suffix_store,
 )
 
-CSRC = Path(__file__).parents[4] / "csrc"
+ROOT = Path(__file__).parents[4]
 ROOMY = 1 << 30
 RULES = SuffixRules(1.0, 0.1)
 
@@ -110,7 +111,9 @@ def test_memory_is_bounded(make_store: type[SuffixStore]) -> None:
     assert opened(store, *rng.integers(0, 50, taken // 2).tolist()) is not None
 
 
-def expected_drafts(texts: list[list[int]], context: list[int], depth: int, limit: int, rules: SuffixRules) -> list[int]:
+def expected_drafts(
+    texts: list[list[int]], context: list[int], depth: int, limit: int, rules: SuffixRules
+) -> list[int]:
     """Returns drafts by looking through the texts again for every token."""
     context, drafts, probability, most = list(context), [], 1.0, None
     while True:
@@ -160,7 +163,9 @@ def test_drafts_are_those_of_a_search_through_the_texts(make_store: type[SuffixS
         rules = SuffixRules(rng.choice([0.5, 1.0, 4.0]), rng.choice([0.0, 0.3]))
         context = [rng.randrange(vocab) for _ in range(rng.randrange(8))]
         assert store.propose(index, None, 6, rules).token_ids == expected_drafts(texts, texts[-1], depth, 6, rules)
-        assert store.propose(index, ids(*context), 6, rules).token_ids == expected_drafts(texts, context, depth, 6, rules)
+        assert store.propose(index, ids(*context), 6, rules).token_ids == expected_drafts(
+            texts, context, depth, 6, rules
+        )
 
 
 def random_operations(stores: list[SuffixStore], rng: random.Random, count: int) -> None:
@@ -222,3 +227,14 @@ def test_native_drafts_are_the_plain_ones(seed: int) -> None:
 @needs_library
 def test_the_native_store_is_chosen() -> None:
     assert isinstance(make_suffix_store(24, ROOMY), NativeSuffixStore)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_the_native_store_is_clean_under_sanitizers(tmp_path: Path) -> None:
+    program = tmp_path / "fuzz"
+    sources = [Path(__file__).with_name("fuzz_suffix.cpp"), ROOT / "csrc" / "suffix.cpp"]
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    headers = f"-I{ROOT / 'src/quire/worker/kernels'}"
+    subprocess.run(["g++", *flags, headers, *map(str, sources), "-o", str(program)], check=True)
+    subprocess.run([str(program)], check=True)
