@@ -156,7 +156,7 @@ class _Index:
         self.root = _Node()
         self.texts: deque[list[int]] = deque([[]])
         self.suffixes = [self.root]
-        """Of the last text, by length."""
+        """Suffixes of the last text, by length."""
 
 
 BYTES_OF_NODE = 200
