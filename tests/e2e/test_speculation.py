@@ -108,9 +108,15 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1,
         ({"model": ORACLE, "num_speculative_tokens": 8}, 1.0, {}),
         ({"model": ORACLE, "num_speculative_tokens": 3}, 0.6, {"max_num_batched_tokens": 32, "max_num_seqs": 16}),
         ({"model": ORACLE, "num_speculative_tokens": 5}, 0.8, {"num_gpu_blocks_override": 40, "max_num_seqs": 16}),
+        ({"model": "demo-draft", "num_speculative_tokens": 4}, 1.0, {}),
+        (
+            {"model": "demo-draft", "num_speculative_tokens": 3},
+            1.0,
+            {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+        ),
         ({"model": ORACLE.replace("Oracle", "Random"), "num_speculative_tokens": 2}, 1.0, {}),
     ],
-    ids=["n-gram", "always right", "chunked", "preempted", "random"],
+    ids=["n-gram", "always right", "chunked", "preempted", "draft model", "draft model, preempted", "random"],
 )
 def test_speculation_changes_nothing(
     alone: list[RequestOutput],

@@ -96,6 +96,15 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_cache_spec: AnyKVCacheSpec
 
 
+class ExtraKVCacheLayer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A layer of a drafter. It has a tensor of its own and reads the block table of a group, to which it does not
+    belong: blocks are allocated, hashed and freed for the group's layers alone."""
+
+    layer_name: str
+    kv_cache_spec: AnyKVCacheSpec
+    group: int
+
+
 class KVCacheTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """One allocation of `size` bytes, the same number for each block. A layer of each group (or several, if they are
     small) has a place in every block, so that layers of different groups share it."""
@@ -112,6 +121,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
+    extra_layers: list[ExtraKVCacheLayer] = []
 
     @property
     def block_sizes(self) -> list[int]:

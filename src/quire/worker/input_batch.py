@@ -46,6 +46,10 @@ class BlockTable:
         blocks = self._ids[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
+    def block_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """Returns the blocks of a row, [n]. A view: use at once."""
+        return self._ids[row, : self._num_blocks[row]]
+
     def rows(self, rows: npt.NDArray[np.int64], device: torch.device) -> Tensor:
         """Returns the table of some requests, [len(rows), blocks] int32, as wide as the longest. May be a view: use at
         once."""

@@ -28,9 +28,9 @@ class KVCacheMemory:
     specs: list[AnyKVCacheSpec]
     """One for each group."""
     layer_groups: dict[str, int]
-    """The group of each layer."""
+    """The group of each layer; of a drafter's layers the one whose blocks they use."""
     caches: dict[str, KVCache]
-    """Keys and values by layer name."""
+    """Keys and values by layer name, those of a drafter's layers included."""
 
     @property
     def block_sizes(self) -> list[int]:
@@ -45,6 +45,9 @@ def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], dev
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     layer_groups = {name: i for i, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
+    layer_specs = {name: specs[group] for name, group in layer_groups.items()}
+    for extra in config.extra_layers:
+        layer_groups[extra.layer_name], layer_specs[extra.layer_name] = extra.group, extra.kv_cache_spec
     caches: dict[str, KVCache] = {}
     for tensor in config.kv_cache_tensors:
         try:
@@ -57,7 +60,7 @@ def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], dev
             ) from None
         offsets = tensor.offsets or [0] * len(tensor.shared_by)
         for name, offset in zip(tensor.shared_by, offsets, strict=True):
-            caches[name] = backend.view_kv_cache(storage, specs[layer_groups[name]], config.num_blocks, offset)
+            caches[name] = backend.view_kv_cache(storage, layer_specs[name], config.num_blocks, offset)
     return KVCacheMemory(specs, layer_groups, caches)
 
 

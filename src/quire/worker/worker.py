@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from quire.config.engine import EngineConfig
-from quire.config.model import ModelConfig
-from quire.config.model_impl import TRANSFORMERS
 from quire.config.observability import ProfilerConfig
-from quire.errors import UnsupportedModelError
 from quire.logger import init_logger
-from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker import host, platform
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
-from quire.worker.loader import ModelWeights, Placement, WeightCache, load_model
+from quire.worker.loader import Placement, load_weights
 from quire.worker.model_runner import ModelRunner
+from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
+from quire.worker.spec_decode.drafter import ModelDrafter
 from quire.worker.spec_decode.speculation import Speculation, make_speculation
 
-if TYPE_CHECKING:
-    from quire.worker.fallback.load import FallbackWeights
-
 logger = init_logger(__name__)
-
-FALLBACK = "quire.worker.fallback.load:load_fallback"
-"""Imported on demand: it imports transformers."""
 
 
 class Worker:
@@ -81,10 +73,11 @@ class Worker:
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
         placement = Placement(self.device, self.dtype, self.kernels)
-        self.weight_cache = WeightCache(model, self.config.load_config)
-        loaded = self._load_weights(model, placement)
+        loaded = load_weights(model, self.config.load_config, placement)
+        self.loaded = [loaded]
+        """The target, and the drafter if it is a model."""
         self._runner = ModelRunner(
-            loaded,
+            loaded.model,
             self.backend,
             self.device,
             vocab_size=model.hf_config.vocab_size,
@@ -97,26 +90,25 @@ class Worker:
         drafting = self.config.speculative_config.drafting
         if drafting is not None:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
+        if self._draft_model is not None:
+            self.loaded.append(self._draft_model.loaded)
         stamp("weights")
 
-    def _load_weights(self, model: ModelConfig, placement: Placement) -> nn.Module:
-        """Loads the model by its own code or by transformers', and sets `weights` and `weight_cache`."""
-        load_config = self.config.load_config
-        self.weights: ModelWeights | FallbackWeights
-        if model.implementation.name == TRANSFORMERS:
-            logger.info("the model is run by transformers' class: %s", model.implementation.why)
-            self.weights = weights = cast("FallbackWeights", resolve(FALLBACK)(model, load_config, placement))
-            return weights.model
-        if model.implementation.refusal:
-            raise UnsupportedModelError(model.implementation.refusal)
-        loaded = load_model(model, load_config, placement, self.weight_cache)
-        self.weights = ModelWeights(loaded, model, load_config, placement, self.weight_cache)
-        return loaded
+    @property
+    def _draft_model(self) -> ModelDrafter | None:
+        """The drafter, if it is a model."""
+        return None if self._speculation is None else self._speculation.model
 
     def get_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
         """Returns the cache spec of each attention layer by its name. Loads the model, whose layers make them."""
         self.load_model()
         return self.runner.get_kv_cache_specs(self.config.cache_config.block_size, self.cache_dtype)
+
+    def get_draft_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
+        """Returns the cache spec of each of the drafter's layers by its name in the `KVCacheConfig`."""
+        self.load_model()
+        layers = () if self._draft_model is None else self._draft_model.layers
+        return draft_kv_cache_specs(layers, self.config.cache_config.block_size, self.cache_dtype)
 
     def determine_available_memory(self) -> int:
         """Returns the bytes for the KV cache: --kv-cache-memory-bytes, or what weights and the largest step leave."""
@@ -129,11 +121,11 @@ class Worker:
 
     def _available_cpu_memory(self) -> int:
         block_size = self.config.cache_config.block_size
-        block_bytes = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        specs = [*self.get_kv_cache_spec().values(), *self.get_draft_kv_cache_spec().values()]
+        block_bytes = sum(spec.page_size_bytes for spec in specs)
         useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
-        free = max(
-            0, host.available_cpu_memory() - self.weight_cache.mapped_bytes
-        )  # the system counts mapped weights as free
+        mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
+        free = max(0, host.available_cpu_memory() - mapped_bytes)
         return host.cpu_kv_cache_bytes(free, useful)
 
     def _available_cuda_memory(self, utilization: float) -> int:
@@ -189,32 +181,36 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Frees memory and drops all requests. Level 1: the KV cache; weights move from an accelerator to main memory
         and stay there on a CPU. Level 2: the weights, too."""
-        if level == 1:
-            self.weights.offload()
-        else:
-            self.weights.drop()
+        for model in self.loaded:
+            if level == 1:
+                model.weights.offload()
+            else:
+                model.weights.drop()
         self.release_kv_cache_memory()
 
     def release_kv_cache_memory(self) -> None:
         """Frees the KV cache only and drops all requests."""
         self.runner.release_kv_cache()
+        if self._draft_model is not None:
+            self._draft_model.release_kv_cache()
         self.kernels.release_memory()
         platform.release_free_memory(self.device)
 
     def wake_up(self, tags: list[str]) -> None:
         """Restores what `tags` ("weights", "kv_cache") name. Raises ModelLoadError if the weights cannot be read."""
         if "weights" in tags:
-            self.weights.restore()
+            for model in self.loaded:
+                model.weights.restore()
         if "kv_cache" in tags:
             self.initialize_from_config(self._kv_cache_config)
 
     def check_weights(self, path: str) -> None:
         """Raises ModelLoadError unless the checkpoint directory `path` fits the loaded model."""
-        self.weights.check(Path(path))
+        self.loaded[0].weights.check(Path(path))
 
     def load_weights(self, path: str | None = None) -> None:
         """Replaces the weights in place by those of `path`; None: reads them again. Raises ModelLoadError."""
-        self.weights.replace(None if path is None else Path(path))
+        self.loaded[0].weights.replace(None if path is None else Path(path))
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -245,13 +241,14 @@ class Worker:
 
     def reload_weights(self) -> None:
         """Reads the weights again from their checkpoint."""
-        self.weights.replace()
+        self.loaded[0].weights.replace()
 
     def shutdown(self) -> None:
         """Releases model and cache."""
         if self._runner is not None:
-            self.weight_cache.close()
-        self._runner = None
+            for model in self.loaded:
+                model.cache.close()
+        self._runner = self._speculation = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -174,7 +174,7 @@ def test_mapped_weights_are_not_free_memory(make_worker: Any, monkeypatch: pytes
     monkeypatch.setattr(host, "available_cpu_memory", lambda: GIB)
     worker = make_worker(max_num_seqs=100_000, max_num_batched_tokens=100_000)
     worker.load_model()
-    worker.weight_cache.mapped_bytes = GIB // 2
+    worker.loaded[0].cache.mapped_bytes = GIB // 2
     assert worker.determine_available_memory() == int(0.4 * GIB / 2)
 
 

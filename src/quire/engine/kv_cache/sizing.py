@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
-from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, LatentSpec
+from quire.wire.kv_cache import (
+    AnyKVCacheSpec,
+    ExtraKVCacheLayer,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    LatentSpec,
+)
 
 if TYPE_CHECKING:  # it loads numpy, which `quire info` does not need
     from quire.engine.executor.abstract import Executor
@@ -106,18 +113,25 @@ def make_kv_cache_configs(
     model_len: int,
     auto_fit: bool,
     max_step_tokens: int | None = None,
+    extra_specs_per_worker: Sequence[dict[str, AnyKVCacheSpec]] = (),
 ) -> tuple[list[KVCacheConfig], int]:
     """Returns the cache of each worker, and the longest request it serves: `model_len`, or less with `auto_fit`.
 
     Workers may hold different layers (pipeline) or the same ones (tensor parallel). Groups are made over all layers, so
     that one block table serves every worker, and the worker with the least memory decides the number of blocks.
-    `num_gpu_blocks_override` replaces what memory would give. `max_step_tokens` is the token budget of a step: the
+    `num_gpu_blocks_override` replaces what memory would give. The layers of a drafter (`extra_specs_per_worker`) make a
+    block larger and change nothing else. `max_step_tokens` is the token budget of a step: the
     `KVCacheManager` must be given the same.
 
     Raises ConfigError if not even one request of the length fits (with `auto_fit`: none of any length).
     """
     groups = make_kv_cache_groups(_merge(specs_per_worker))
-    worker_rows = [_tensor_rows(specs, groups) for specs in specs_per_worker]
+    extra_specs_per_worker = extra_specs_per_worker or [{}] * len(specs_per_worker)
+    worker_rows = [
+        _tensor_rows(specs, groups) + [_TensorRow(spec.page_size_bytes, [name], []) for name, spec in extra.items()]
+        for specs, extra in zip(specs_per_worker, extra_specs_per_worker, strict=True)
+    ]
+    extra_group = next((i for i, group in enumerate(groups) if group.kv_cache_spec.reach is None), 0)
     num_blocks = cache_config.num_gpu_blocks_override or _count_blocks(worker_rows, available_bytes_per_worker)
     fitted_len = max_fitting_len(groups, num_blocks, model_len, max_step_tokens)
     if fitted_len < model_len and not (auto_fit and fitted_len > 0):
@@ -135,8 +149,9 @@ def make_kv_cache_configs(
             num_blocks,
             [KVCacheTensor(num_blocks * row.page_bytes, row.names, row.offsets) for row in rows],
             [KVCacheGroupSpec([n for n in g.layer_names if n in specs], g.kv_cache_spec) for g in groups],
+            [ExtraKVCacheLayer(name, spec, extra_group) for name, spec in extra.items()],
         )
-        for specs, rows in zip(specs_per_worker, worker_rows, strict=True)
+        for specs, extra, rows in zip(specs_per_worker, extra_specs_per_worker, worker_rows, strict=True)
     ]
     return configs, fitted_len
 
@@ -253,6 +268,9 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
     """
     start = time.perf_counter()
     specs = executor.get_kv_cache_specs()
+    drafting = config.speculative_config.drafting
+    has_draft_layers = drafting is not None and drafting.model is not None
+    draft_specs = executor.collective_rpc("get_draft_kv_cache_spec") if has_draft_layers else ()
     available_bytes = executor.determine_available_memory()
     model_len, scheduler_config = config.model_config.model_len, config.scheduler_config
     step_tokens = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
@@ -263,6 +281,7 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
         model_len,
         auto_fit=config.model_config.max_model_len == -1,
         max_step_tokens=step_tokens,
+        extra_specs_per_worker=draft_specs,
     )
     if max_model_len != model_len:
         executor.collective_rpc("update_max_model_len", args=(max_model_len,))

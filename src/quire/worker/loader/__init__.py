@@ -2,6 +2,14 @@
 
 from quire.worker.loader.load import Placement, load_head, load_model
 from quire.worker.loader.packed import WeightCache
-from quire.worker.loader.weights import ModelWeights
+from quire.worker.loader.weights import LoadedModel, ModelWeights, load_weights
 
-__all__ = ["ModelWeights", "Placement", "WeightCache", "load_head", "load_model"]
+__all__ = [
+    "LoadedModel",
+    "ModelWeights",
+    "Placement",
+    "WeightCache",
+    "load_head",
+    "load_model",
+    "load_weights",
+]

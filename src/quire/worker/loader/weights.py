@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from quire.config.engine import LoadConfig
 from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.config.model import ModelConfig
+from quire.config.model_impl import TRANSFORMERS
 from quire.config.quantization import quantization_method
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.logger import init_logger
+from quire.resolve import resolve
 from quire.worker.layers.weights import Prepared, allocate
-from quire.worker.loader.load import Placement, fill_weights, find_tensors
+from quire.worker.loader.load import Placement, fill_weights, find_tensors, load_model
 from quire.worker.loader.packed import WeightCache
 from quire.worker.loader.stored import Stored
+
+if TYPE_CHECKING:
+    from quire.worker.fallback.load import FallbackWeights
 
 logger = init_logger(__name__)
 
@@ -157,3 +162,28 @@ def check_same_model(ours: HFConfig, other: HFConfig) -> None:
 def _facts(hf: HFConfig) -> dict[str, Any]:
     facts = {key: value for key, value in hf.raw.items() if key not in NOT_THE_MODELS and "dropout" not in key}
     return facts | {f"rope of {kind}": hf.rope(kind) for kind in (FULL_ATTENTION, SLIDING_ATTENTION)}
+
+
+FALLBACK = "quire.worker.fallback.load:load_fallback"
+"""Imported on demand: it imports transformers."""
+
+
+class LoadedModel(NamedTuple):
+    """A model in memory."""
+
+    model: nn.Module
+    weights: ModelWeights | FallbackWeights
+    cache: WeightCache
+
+
+def load_weights(model: ModelConfig, load_config: LoadConfig, placement: Placement) -> LoadedModel:
+    """Loads a model by its own code or by transformers'. Raises ModelLoadError or UnsupportedModelError."""
+    cache = WeightCache(model, load_config)
+    if model.implementation.name == TRANSFORMERS:
+        logger.info("the model is run by transformers' class: %s", model.implementation.why)
+        fallback = cast("FallbackWeights", resolve(FALLBACK)(model, load_config, placement))
+        return LoadedModel(fallback.model, fallback, cache)
+    if model.implementation.refusal:
+        raise UnsupportedModelError(model.implementation.refusal)
+    loaded = load_model(model, load_config, placement, cache)
+    return LoadedModel(loaded, ModelWeights(loaded, model, load_config, placement, cache), cache)

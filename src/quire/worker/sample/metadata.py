@@ -242,7 +242,7 @@ class SamplingTable:
         ]
         allowed = [(i, sorted(set(p.allowed_token_ids))) for i, p in special if p.allowed_token_ids]
         return SamplingMetadata(
-            rules=self._select_rules(rows),
+            rules=self.select_rules(rows),
             allowed=TokenEntries.build(allowed, device) if allowed else None,
             bias=_select_bias(special, device),
             penalized=self._select_penalized(special, rows),
@@ -267,7 +267,8 @@ class SamplingTable:
             histories={i: self.histories[int(rows[i])] for i, _ in special if int(rows[i]) in self.histories},
         )
 
-    def _select_rules(self, rows: Rows) -> DrawRules | None:
+    def select_rules(self, rows: Rows) -> DrawRules | None:
+        """Returns how the requests in `rows` draw; None if all are greedy."""
         temperature = self._temperature[rows]
         if not temperature.any():
             return None

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.config.speculative import Drafting
+from quire.worker.attention.layer import Attention
 from quire.worker.input_batch import StepInputs
-from quire.worker.loader import Placement
+from quire.worker.loader import LoadedModel, Placement
 from quire.worker.model_runner import ModelRunner
 
 
@@ -69,6 +70,24 @@ class Drafter(Protocol):
 
     def forget(self, req_id: str) -> None:
         """Drops what it remembers of a request that has ended or was preempted. Unknown ids are ignored."""
+        ...
+
+
+class ModelDrafter(Drafter, Protocol):
+    """A drafter with weights, and with layers in the KV cache (`draft_kv.py`)."""
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """Its weights, which sleep with the target's."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[Attention]:
+        """Its attention layers."""
+        ...
+
+    def release_kv_cache(self) -> None:
+        """Drops all references to the KV cache, whose memory is about to be freed."""
         ...
 
 

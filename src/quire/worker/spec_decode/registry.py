@@ -13,10 +13,11 @@ class DrafterSpec(NamedTuple):
     reads_hidden: bool = False
     """True if it needs the target's hidden states of every step: `propose` is called with no rows, too."""
     has_kv: bool = False
-    """True if it has layers in the KV cache."""
+    """True if it is a `ModelDrafter`: it has weights, and layers in the KV cache."""
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
+    "draft_model": DrafterSpec("quire.worker.spec_decode.draft_model:DraftModel", has_kv=True),
     "ngram": DrafterSpec("quire.worker.spec_decode.ngram:NgramDrafter"),
 }
 CUSTOM_CLASS = "custom_class"

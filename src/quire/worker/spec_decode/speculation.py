@@ -14,7 +14,15 @@ from quire.resolve import resolve
 from quire.wire.execution import DraftTokenIds, ModelRunnerOutput
 from quire.worker.loader import Placement
 from quire.worker.model_runner import ModelRunner
-from quire.worker.spec_decode.drafter import Drafter, DrafterContext, DraftRow, Lengths, Proposal, TargetStep
+from quire.worker.spec_decode.drafter import (
+    Drafter,
+    DrafterContext,
+    DraftRow,
+    Lengths,
+    ModelDrafter,
+    Proposal,
+    TargetStep,
+)
 from quire.worker.spec_decode.registry import find_drafter
 from quire.worker.step_sampler import PendingStep
 
@@ -49,6 +57,8 @@ class Speculation:
 
     def __init__(self, context: DrafterContext, drafter: Drafter, reads_hidden: bool = False) -> None:
         self.is_enabled = True
+        self.model: ModelDrafter | None = None
+        """The drafter, if it has weights and layers in the KV cache."""
         self._context = context
         self._drafter = drafter
         self._reads_hidden = reads_hidden
@@ -183,6 +193,8 @@ def make_speculation(
     """Returns the speculation of a loaded target, with its drafter. Raises ConfigError or ModelLoadError."""
     spec = find_drafter(drafting.method, drafting.drafter_cls)
     context = DrafterContext(config, drafting, placement, runner, FixedLengths())
-    speculation = Speculation(context, resolve(spec.factory)(context), spec.reads_hidden)
+    drafter = resolve(spec.factory)(context)
+    speculation = Speculation(context, drafter, spec.reads_hidden)
+    speculation.model = drafter if spec.has_kv else None
     runner.on_step = speculation.end_step
     return speculation
