@@ -21,9 +21,11 @@ from quire.errors import ConfigError
 from quire.wire.kv_cache import (
     AnyKVCacheSpec,
     ChunkedSpec,
+    ExtraKVCacheLayer,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     LatentSpec,
     SlidingWindowSpec,
 )
@@ -230,6 +232,21 @@ def test_model_without_attention_needs_no_cache() -> None:
     (config,), fitted = make_kv_cache_configs(CacheConfig(), [{}], [0], 4096, False)
     assert (config, fitted) == (KVCacheConfig(1, [], []), 4096)
     assert max_concurrency(config, 4096) == math.inf
+
+
+def test_layers_of_a_drafter_make_blocks_larger_and_change_no_group() -> None:
+    """They use the blocks of the full group: of the first, if there is none."""
+    small = FullAttentionSpec(16, 8, 64, "bfloat16")
+    for pattern, group in (("ssf", 2), ("ff", 0), ("ss", 0)):
+        plain, _ = _configs(pattern, 400 * PAGE, model_len=1024)
+        row_bytes = sum(tensor.size for tensor in plain.kv_cache_tensors) // plain.num_blocks
+        (config,), _ = make_kv_cache_configs(
+            CacheConfig(), [_specs(pattern)], [400 * PAGE], 1024, False, None, [{"draft.0": small}]
+        )
+        assert config.num_blocks == 400 * PAGE // (row_bytes + small.page_size_bytes)
+        assert config.kv_cache_groups == plain.kv_cache_groups
+        assert config.extra_layers == [ExtraKVCacheLayer("draft.0", small, group)]
+        assert config.kv_cache_tensors[-1] == KVCacheTensor(config.num_blocks * small.page_size_bytes, ["draft.0"])
 
 
 def test_tensor_parallel_workers_take_the_smallest() -> None:
