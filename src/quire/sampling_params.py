@@ -292,6 +292,12 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
                 f"reasoning_tokens must be ReasoningTokens with token ids, got {reprlib.repr(tokens)}",
                 param="reasoning_tokens",
             )
+        detection: object = self.repetition_detection
+        if detection is not None and not isinstance(detection, RepetitionDetectionParams):
+            raise ValidationError(
+                f"repetition_detection must be RepetitionDetectionParams, got {type(detection).__name__}",
+                param="repetition_detection",
+            )
         form: object = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputsParams):
             raise ValidationError(

@@ -26,23 +26,31 @@ class CacheModel:
         self._prefix_of: dict[int, Prefix] = {}
         self._holders: defaultdict[Prefix, set[int]] = defaultdict(set)
         self._tables: dict[str, list[int]] = {}
+        self._admitted: dict[str, tuple[Request, int]] = {}
+        """Running requests, and how many of their tokens have been filled in."""
+        self._num_preemptions: dict[str, int] = {}
+        """Preemptions of requests before their admission."""
 
     def check_step(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Follow one step in the order it was scheduled: running requests, then admissions."""
-        cached = step.scheduled_cached_reqs
+        for req_id in step.preempted_req_ids | step.finished_req_ids:
+            self._admitted.pop(req_id, None)
+        cached, drafts = step.scheduled_cached_reqs, step.scheduled_spec_decode_tokens
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for req_id, new_block_ids, num_computed in rows:
             if new_block_ids is not None:
                 self._give_out(new_block_ids[0])
                 self._tables[req_id] += new_block_ids[0]
-            self._fill(requests[req_id], num_computed, step.num_scheduled_tokens[req_id])
+            self._fill(req_id, num_computed + step.num_scheduled_tokens[req_id] - len(drafts.get(req_id, ())))
         for data in step.scheduled_new_reqs:
             request, (table,) = requests[data.req_id], data.block_ids
             num_hits = data.num_computed_tokens // self.block_size
             self._check_hit(request, num_hits)
             self._give_out(table[num_hits:])
             self._tables[data.req_id] = list(table)
-            self._fill(request, data.num_computed_tokens, step.num_scheduled_tokens[data.req_id])
+            self._admitted[data.req_id] = request, data.num_computed_tokens
+            self._num_preemptions[data.req_id] = request.num_preemptions
+            self._fill(data.req_id, data.num_computed_tokens + step.num_scheduled_tokens[data.req_id])
 
     def _check_hit(self, request: Request, num_hits: int) -> None:
         if request.skip_reading_prefix_cache:
@@ -64,17 +72,26 @@ class CacheModel:
             if prefix is not None:
                 self._holders[prefix].discard(block_id)
 
-    def _fill(self, request: Request, num_computed: int, num_tokens: int) -> None:
-        table = self._tables[request.request_id]
-        for index in range(num_computed // self.block_size, (num_computed + num_tokens) // self.block_size):
+    def accepted(self, req_id: str) -> None:
+        """Its new tokens were sent to its client: all but the last are computed."""
+        request, _ = self._admitted.get(req_id, (None, 0))
+        if request is not None and request.num_preemptions == self._num_preemptions[req_id]:  # it still had its blocks
+            self._fill(req_id, request.num_tokens - 1)
+
+    def _fill(self, req_id: str, num_tokens: int) -> None:
+        """Fills the blocks of its first `num_tokens` tokens."""
+        table, (request, num_filled) = self._tables[req_id], self._admitted[req_id]
+        for index in range(num_filled // self.block_size, num_tokens // self.block_size):
             prefix = self._prefix(request, index)
             self._prefix_of[table[index]] = prefix
             self._holders[prefix].add(table[index])
+        self._admitted[req_id] = request, max(num_filled, num_tokens)
 
     def clear(self) -> None:
         """The cache was reset."""
         self._prefix_of.clear()
         self._holders.clear()
+        self._admitted.clear()
 
 
 def free_queue(manager: KVCacheManager) -> list[int]:
@@ -109,8 +126,8 @@ def check_order_of_freed_blocks(manager: KVCacheManager, request_id: str) -> Ite
     """
     before = free_queue(manager)
     freed = [[b for b in group if b.ref_cnt == 1 and not b.is_null] for group in manager.get_tables(request_id)]
-    worthless = {b.block_id for group in freed for b in group if b.block_hash is None}
     yield
+    worthless = {b.block_id for group in freed for b in group if b.block_hash is None}
     after = free_queue(manager)
     start = len(worthless)
     assert set(after[:start]) == worthless, f"{worthless} should be the first to go: {after}"

@@ -35,6 +35,8 @@ def run_episode(
     rng = random.Random(seed)
     world = World.draw(rng)
     operations = draw_operations(rng, world, num_operations)
+    if seed % 2:
+        world = world.with_drafts(random.Random(~seed))
     if log is not None:
         log(str(world))
     has_frontend = is_audited(seed) if audited is None else audited

@@ -6,6 +6,7 @@ numbers that add up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
@@ -16,7 +17,7 @@ from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import SlidingWindowSpec
-from quire.wire.stats import SchedulerStats
+from quire.wire.stats import SchedulerStats, SpecDecodingStats
 from tests.simulation.cache_model import (
     CacheModel,
     check_order_of_freed_blocks,
@@ -33,6 +34,20 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
     "priority": lambda request: (request.priority, request.arrival_time),
 }
 """Order of admission by policy, before the order of arrival."""
+
+
+def merge(seen: list[SpecDecodingStats]) -> SpecDecodingStats:
+    """Their sum."""
+    total = SpecDecodingStats(seen[0].num_spec_tokens)
+    positions = zip(*(stats.num_accepted_tokens_per_pos for stats in seen), strict=True)
+    total.num_accepted_tokens_per_pos = [sum(counts) for counts in positions]
+    for name in (
+        *("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_tokens", "num_cut_tokens"),
+        "num_proposed_tokens",
+    ):
+        setattr(total, name, sum(getattr(stats, name) for stats in seen))
+    total.num_unused_tokens = dict(sum((Counter(stats.num_unused_tokens) for stats in seen), Counter()))
+    return total
 
 
 def describe(step: SchedulerOutput) -> str:
@@ -71,6 +86,7 @@ class Invariants:
         self._waiting_before: set[str] = set()
         """Requests that had not run when the step began."""
         self._num_scheduled_tokens = 0
+        self._drafts_seen: list[SpecDecodingStats] = []
 
     # -- after every operation ----------------------------------------------------------------------------------
 
@@ -78,6 +94,7 @@ class Invariants:
         """Checks that every request is in one place and has the tokens its client has received, and that every block is
         accounted for."""
         self.manager.check_integrity()
+        self._check_drafts()
         scheduler, live = self.scheduler, self.sim.live
         running, waiting = scheduler.running, list(scheduler.waiting)
         num_live = sum(not client.is_over for client in live.values())
@@ -104,12 +121,40 @@ class Invariants:
             f"{num_free} of {self.num_blocks} blocks are free, requests hold {len(held) - 1}"
         )
 
+    def _check_drafts(self) -> None:
+        """Checks the laws L1 to L3 of speculation."""
+        scheduler, fitter = self.scheduler, self.scheduler.drafts
+        if fitter is None:
+            return
+        seen = [*self._drafts_seen, fitter._stats]
+        total = Counter[str]()
+        for stats in seen:
+            per_position = stats.num_accepted_tokens_per_pos
+            assert stats.num_drafts <= stats.num_draft_tokens <= fitter.num_spec_tokens * stats.num_drafts, f"{stats}"
+            assert sum(per_position) == stats.num_accepted_tokens, f"{stats}"
+            assert per_position == sorted(per_position, reverse=True), f"{stats}"
+            assert per_position[0] <= stats.num_drafts, f"{stats}"
+            total["proposed"] += stats.num_proposed_tokens
+            total["verified"] += stats.num_draft_tokens
+            total["verified, by result"] += stats.num_accepted_tokens + stats.num_rejected_tokens + stats.num_cut_tokens
+            total["unused"] += sum(stats.num_unused_tokens.values())
+            for reason, count in stats.num_unused_tokens.items():
+                total[reason] += count
+        in_flight = sum(len(request.spec_token_ids) for request in scheduler.requests.values())
+        for output, _ in scheduler._steps._steps:
+            in_flight += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        assert total["verified"] == total["verified, by result"], f"{total}"
+        assert total["proposed"] == total["verified"] + total["unused"] + in_flight, f"{total}, in flight {in_flight}"
+        self._drafts_seen = [merge(seen[:-1])] if len(seen) > 20 else self._drafts_seen
+
     def _check_blocks(self, request: Request, held: set[int]) -> None:
         """Checks that it has the blocks its tokens need; adds them to `held`."""
-        num_computed = request.num_computed_tokens
-        assert num_computed <= request.num_tokens, f"{request}"
+        num_computed, num_drafts = request.num_computed_tokens, self.sim.world.num_drafts
+        assert num_computed <= request.num_tokens + num_drafts, f"{request}"
+        most = num_computed and num_computed + 2 * num_drafts  # drafts that were rejected, and blocks ahead
         for table in self.manager.get_tables(request.request_id):
-            assert len(table) == ceil(num_computed / self.manager.block_size), f"{request} holds {table}"
+            size = self.manager.block_size
+            assert ceil(num_computed / size) <= len(table) <= ceil(most / size), f"{request} holds {table}"
             held.update([block.block_id for block in table])
 
     def _check_tokens(self, request: Request, client: Client) -> None:
@@ -145,7 +190,7 @@ class Invariants:
         self._check_admissions(step)
         if self.cache_model is not None:
             self.cache_model.check_step(step, self.scheduler.requests)
-            if not step.preempted_req_ids:
+            if not step.preempted_req_ids and not self.sim.world.num_drafts:  # blocks ahead are taken last
                 check_order_of_new_blocks(self._free_before, free_queue(self.manager), step, self.manager.block_size)
 
     def _count_situations(self, step: SchedulerOutput) -> None:
@@ -153,6 +198,8 @@ class Invariants:
         seen["preemptions"] += len(step.preempted_req_ids)
         seen["preempted in flight"] += any(r.num_preemptions for r in self.scheduler.waiting.blocked)
         seen["tokens"] += step.total_num_scheduled_tokens
+        assert not (step.preempted_req_ids and step.scheduled_spec_decode_tokens), "a step that preempts has drafts"
+        seen["drafts"] += len(step.scheduled_spec_decode_tokens)
         for data in step.scheduled_new_reqs:
             seen["admissions"] += 1
             seen["admissions with cached tokens"] += data.num_computed_tokens > 0
@@ -173,7 +220,9 @@ class Invariants:
     def _check_chunks(self, step: SchedulerOutput) -> None:
         threshold = self.limits.long_prefill_token_threshold
         if threshold:
-            assert max(step.num_scheduled_tokens.values(), default=0) <= threshold, f"{step.num_scheduled_tokens}"
+            drafts = step.scheduled_spec_decode_tokens
+            chunks = [count - len(drafts.get(i, ())) for i, count in step.num_scheduled_tokens.items()]
+            assert max(chunks, default=0) <= threshold, f"{step.num_scheduled_tokens}"
         if not self.limits.enable_chunked_prefill:
             for data in step.scheduled_new_reqs:
                 num_missing = len(data.prompt_token_ids) + len(data.output_token_ids) - data.num_computed_tokens
@@ -218,11 +267,18 @@ class Invariants:
 
     def heard(self, client: Client, output: EngineCoreOutput) -> None:
         """One output, before the client takes it in: tokens, and where the prompt's tokens came from, once."""
+        if self.cache_model is not None and output.new_token_ids:
+            self.cache_model.accepted(output.request_id)
         if client.is_over:
             assert output.finished
             assert not output.new_token_ids, f"tokens after the end: {output}"
             return
         assert output.new_token_ids, f"an output without tokens: {output}"
+        metrics = output.spec_decode_metrics
+        num_accepted = 0 if metrics is None else metrics.num_accepted_tokens
+        assert len(output.new_token_ids) - num_accepted in ((0, 1) if output.finished else (1,)), f"law L4: {output}"
+        self.sim.seen["accepted tokens"] += num_accepted
+        self.sim.seen["runs cut by a stop"] += num_accepted == len(output.new_token_ids)
         wants_logprobs = client.request.sampling_params.logprobs is not None
         assert (output.new_logprobs is not None) == wants_logprobs
         stats = output.prefill_stats
@@ -238,6 +294,8 @@ class Invariants:
         """A snapshot of the scheduler adds up and, when fresh, equals what can be counted from outside."""
         if stats is None:
             return
+        if stats.spec_decoding_stats is not None:
+            self._drafts_seen.append(stats.spec_decoding_stats)
         if is_fresh:
             waiting = self.scheduler.waiting
             assert stats.num_running_reqs == len(self.scheduler.running)

@@ -27,6 +27,7 @@ SITUATIONS = (
     *("failed steps", "preemptions", "admissions with cached tokens", "admissions with outputs", "window hits"),
     *("admissions in chunks", "preempted in flight", "aborted in flight"),
     *("finished: stop", "finished: length", "finished: repetition"),
+    *("drafts", "accepted tokens", "runs cut by a stop"),
     *("feed", "segments", "ids used again at once", "sessions closed", "sessions without room"),
 )
 """Situations that a million operations must have met a thousand times each, or they prove little."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
+from quire.config.speculative import Drafting, SpeculativeConfig
 from quire.engine.sched.policy import POLICIES
 from quire.frontend.session import SessionInput
 from quire.lora_request import LoRARequest
@@ -18,11 +20,22 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_hardware import InFlight
 from quire.testing.fake_model import KV_IDENTITY
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.execution import GrammarOutput, SchedulerOutput
+from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
 
 VOCAB_SIZE = 8
 """Few tokens, so that prefixes meet and stop tokens come up."""
+DRAFTERS = (
+    "right",
+    "wrong",
+    "mixed",
+    "too long",
+    "out of vocabulary",
+    "for unknown ids",
+    "twice",
+    "late by a step",
+    "raising",
+)
 LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("red", 2, "/redder"), LoRARequest("blue", 3, "/blue"))
 
 
@@ -34,18 +47,23 @@ class SimulatedExecutor(FakeExecutor):
     """Passes every step to `on_step`, right after it was scheduled, and fails on request."""
 
     vocab_size = VOCAB_SIZE
+    drafter: ClassVar[str] = "right"
+    """One of `DRAFTERS`."""
     fault: str | None = None
     """Where the next step fails: "forward" (nothing of it is computed) or "sample" (all of it is)."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.on_step: Callable[[SchedulerOutput], None] = lambda step: None
+        self._rng = random.Random(self.drafter)
+        self._late: DraftTokenIds | None = None
+        self._num_proposals = 0
 
     def _execute(self, step: SchedulerOutput) -> InFlight:
         self.on_step(step)
         return super()._execute(step)
 
-    def _forward(self, step: SchedulerOutput) -> dict[str, int]:
+    def _forward(self, step: SchedulerOutput) -> dict[str, list[int]]:
         self._fail_if_told("forward")
         return super()._forward(step)
 
@@ -57,6 +75,39 @@ class SimulatedExecutor(FakeExecutor):
         if self.fault == place:
             self.fault = self._unsampled = None
             raise WorkerFault(place)
+
+    def propose(self, req_id: str, num_drafts: int) -> list[int]:
+        drafter, rng = self.drafter, self._rng
+        drafts = super().propose(req_id, num_drafts + 3 * (drafter == "too long"))
+        wrong = [(token_id + 1) % VOCAB_SIZE for token_id in drafts]
+        if drafter == "wrong":
+            return wrong
+        if drafter == "mixed":
+            num_right = rng.randint(0, num_drafts)
+            return (drafts[:num_right] + wrong[num_right:])[: rng.randint(0, num_drafts)]
+        if drafter == "out of vocabulary":
+            drafts[rng.randrange(num_drafts)] = rng.choice([-1, VOCAB_SIZE])
+        return drafts
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        match self.drafter:
+            case "for unknown ids":
+                drafts.req_ids.append("unknown")
+                drafts.draft_token_ids.append([1, 2])
+            case "twice":
+                drafts.req_ids += drafts.req_ids
+                drafts.draft_token_ids += [token_ids[1:] for token_ids in drafts.draft_token_ids]
+            case "late by a step":
+                self._late, late = drafts, self._late
+                return late
+            case "raising":
+                self._num_proposals += 1
+                if self._num_proposals > 20:  # as a worker does whose drafter raises
+                    return DraftTokenIds([], [], is_enabled=False)
+        return drafts
 
     def recover(self) -> None:
         """Drops the steps in flight: the engine has seen the failure and will not ask for them."""
@@ -73,6 +124,34 @@ class World:
     add_weight: int
     session_share: float
     """Share of requests that are sessions."""
+
+    def with_drafts(self, rng: random.Random) -> World:
+        """The same, with speculation."""
+        num_drafts, reaches_ahead = rng.choice([0, 1, 3, 8]), rng.random() < 0.5
+        if not num_drafts:
+            return self
+        drafting = Drafting(
+            method="ngram",
+            num_speculative_tokens=num_drafts,
+            model=self.config.model_config if reaches_ahead else None,
+            num_speculative_tokens_per_batch_size=rng.choice([(), (), ((1, 2, num_drafts), (3, 9, 1))]),
+        )
+        hf_config = HFConfig({**self.config.model_config.hf_config.raw, "vocab_size": VOCAB_SIZE}, Path())
+        config = replace(
+            self.config,
+            model_config=replace(self.config.model_config, hf_config=hf_config),
+            speculative_config=SpeculativeConfig(drafting=drafting),
+        )
+        executor_class = type(
+            "DraftingExecutor", (self.executor_class,), {"drafter": rng.choice((*DRAFTERS, "right", "right"))}
+        )
+        return replace(self, config=config, executor_class=executor_class)
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a request in a step; 0 without speculation."""
+        drafting = self.config.speculative_config.drafting
+        return 0 if drafting is None else drafting.num_speculative_tokens
 
     @classmethod
     def draw(cls, rng: random.Random) -> World:
@@ -119,7 +198,8 @@ class World:
         cache, limits = self.config.cache_config, self.config.scheduler_config
         return (
             f"layers {self.executor_class.layer_specs}\npipeline_depth {self.executor_class.pipeline_depth}\n"
-            f"model_len {self.config.model_config.model_len}\n{cache}\n{limits}"
+            f"model_len {self.config.model_config.model_len}\n{cache}\n{limits}\n"
+            f"drafter {self.executor_class.drafter}: {self.config.speculative_config}"
         )
 
 

@@ -316,6 +316,8 @@ def test_validate_for_model() -> None:
 
 
 def test_repetition_detection_bounds() -> None:
+    with pytest.raises(ValidationError, match="repetition_detection must be RepetitionDetectionParams, got dict"):
+        SamplingParams(repetition_detection={"min_count": 3})  # type: ignore[arg-type]
     assert not RepetitionDetectionParams().enabled
     assert RepetitionDetectionParams(max_pattern_size=4, min_count=2).enabled
     for bad in (

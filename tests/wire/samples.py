@@ -35,6 +35,7 @@ from quire.wire.execution import (
 from quire.wire.handshake import ClientAddresses, EngineHandshakeMetadata, EngineStatus, EngineZmqAddresses
 from quire.wire.kv_cache import (
     ChunkedSpec,
+    ExtraKVCacheLayer,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -159,6 +160,7 @@ OUTPUT = EngineCoreOutput(
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
+EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
 NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt")
 CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
@@ -258,7 +260,10 @@ FULL: dict[str, Any] = {
     "SlidingWindowSpec": SlidingWindowSpec(16, 2, 64, "float16", 128),
     "KVCacheGroupSpec": KVCacheGroupSpec(["layer.0"], FULL_SPEC),
     "KVCacheTensor": KVCacheTensor(4096, ["layer.0", "layer.1"], [0, 256]),
-    "KVCacheConfig": KVCacheConfig(8, [KVCacheTensor(4096, ["layer.0"])], [KVCacheGroupSpec(["layer.0"], FULL_SPEC)]),
+    "ExtraKVCacheLayer": EXTRA_LAYER,
+    "KVCacheConfig": KVCacheConfig(
+        8, [KVCacheTensor(4096, ["layer.0"])], [KVCacheGroupSpec(["layer.0"], FULL_SPEC)], [EXTRA_LAYER]
+    ),
     "CurveKeys": CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,

@@ -13,9 +13,10 @@ from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_model_dir
-from quire.config.model_impl import choose_model_impl
+from quire.config.model_impl import ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
 from quire.config.speculative import SpeculativeConfig, resolve_drafting
+from quire.config.speculators import find_verifier
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError, UnknownArgumentError, nearest
 from quire.logger import init_logger
@@ -124,16 +125,22 @@ class EngineArgs:
         _check_combination(config)
         return config
 
-    def _resolve_model(self, model: ModelConfig) -> ModelConfig:
+    def _resolve_model(self, model: ModelConfig, head: HFConfig | None = None) -> ModelConfig:
+        """Returns the model with all fields filled in; of a checkpoint of speculators, the model it drafts for. `head`
+        is the config.json of a head, which has no tokenizer and no class of its own."""
         download_dir = self.download_dir
         token = model.hf_token
         model_dir = resolve_model_dir(model.model, model.revision, download_dir, token=token)
+        if head is None and (verifier := find_verifier(model_dir)) is not None:
+            return self._resolve_model(
+                dataclasses.replace(model, model=verifier, revision=None, served_model_name=list(model.names))
+            )
         tokenizer_dir = model_dir
         if model.tokenizer is not None:
             tokenizer_dir = resolve_model_dir(
                 model.tokenizer, model.tokenizer_revision, download_dir, token=token, tokenizer_only=True
             )
-        hf = HFConfig.from_dir(model_dir, model.hf_overrides)
+        hf = HFConfig.from_dir(model_dir, model.hf_overrides) if head is None else head
         pooling = resolve_pooling(
             hf, model_dir, runner=model.runner, convert=model.convert, pooler_config=model.pooler_config
         )
@@ -145,7 +152,7 @@ class EngineArgs:
             hf_config=hf,
             generation_defaults=_generation_defaults(model, model_dir),
             pooling=pooling,
-            implementation=choose_model_impl(model.model_impl, hf, pooling),
+            implementation=choose_model_impl(model.model_impl, hf, pooling) if head is None else ModelImpl(),
         )
         return (
             dataclasses.replace(resolved, max_model_len=resolved.model_len) if model.max_model_len is None else resolved
@@ -154,6 +161,11 @@ class EngineArgs:
     def _resolve_speculation(self, config: SpeculativeConfig, target: ModelConfig) -> SpeculativeConfig:
         def find(model: str, revision: str | None) -> Path:
             return resolve_model_dir(model, revision, self.download_dir, token=self.hf_token)
+
+        if target.model != self.model:  # a checkpoint of speculators, which drafts for the model
+            if config.spec_model is not None:
+                raise ConfigError(f"--spec-model {config.spec_model}: {self.model} is a drafter itself; leave one out")
+            config = dataclasses.replace(config, spec_model=self.model)
 
         return dataclasses.replace(config, drafting=resolve_drafting(config, target, find, self._resolve_model))
 

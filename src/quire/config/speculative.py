@@ -15,9 +15,11 @@ from typing import Any
 
 from quire.config.checkpoint import read_object
 from quire.config.flags import flag, parse_json_object
+from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import METHODS as QUANTIZATIONS
 from quire.config.quantization import WEIGHT_BITS
+from quire.config.speculators import EAGLE, EAGLE3, check_head, read_head
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.errors import ConfigError, ModelLoadError, ValidationError, nearest
 from quire.field_bounds import FieldBound
@@ -27,7 +29,7 @@ logger = init_logger(__name__)
 
 FLAG = "--speculative-config"
 MAX_DRAFTS = 128
-MODEL_FREE, HEADS = ("ngram", "suffix"), ("eagle", "eagle3")
+MODEL_FREE, HEADS = ("ngram", "suffix"), (EAGLE, EAGLE3)
 METHODS = (*MODEL_FREE, "draft_model", *HEADS, "custom_class")
 
 
@@ -212,12 +214,13 @@ def resolve_drafting(
     config: SpeculativeConfig,
     target: ModelConfig,
     find: Callable[[str, str | None], Path],
-    resolve_model: Callable[[ModelConfig], ModelConfig],
+    resolve_model: Callable[[ModelConfig, HFConfig | None], ModelConfig],
 ) -> Drafting | None:
     """Returns the parameters that the flags ask for, None for no speculation.
 
-    `target` is the served model. `find` returns the directory of a model and a revision; `resolve_model` fills in a
-    ModelConfig. Raises ConfigError, or ModelLoadError for a drafter that cannot be found. Reads no weights.
+    `target` is the served model. `find` returns the directory of a model and a revision; `resolve_model` fills in the
+    ModelConfig of a drafter, which is a head if its config.json is given. Raises ConfigError, or ModelLoadError for a
+    drafter that cannot be found. Reads no weights.
     """
     settings = config.settings()
     if not settings:
@@ -228,17 +231,22 @@ def resolve_drafting(
     if target.pooling is not None:
         raise ConfigError(f"{FLAG}: {target.name} is a pooling model; only a model that generates can be drafted for")
     name = settings.get("model")
-    method, directory = settings.get("method") or _method_by_name(name), None
+    method, directory, head = settings.get("method") or _method_by_name(name), None, None
     if method in (None, "draft_model", *HEADS):
         if name is None:
             raise ConfigError(f"{FLAG}: there is no {'model' if method else 'method'}; {_choices(METHODS)}")
         directory = find(name, settings.get("revision"))
-        method = method or _method_by_config(directory, name)
+        raw = read_object(directory, "config.json") or {}
+        head = read_head(raw, directory / "config.json", name, method)
+        method = method or (head.method if head is not None else _method_by_config(raw))
     _check_method(method)
     drafter = drafter_cls = None
     if directory is not None:
-        drafter = resolve_model(_drafter_config(settings, target, method, directory))
+        hf = None if head is None else HFConfig(head.raw, directory / "config.json")
+        drafter = resolve_model(_drafter_config(settings, target, method, directory), hf)
         _check_drafter(drafter, target, method)
+        if head is not None and head.num_speculative_tokens is not None:
+            settings.setdefault("num_speculative_tokens", head.num_speculative_tokens)
     elif method == "custom_class":
         if name is None or not _CLASS.fullmatch(name):
             raise ConfigError(f"{FLAG}: model {name!r} is no class; write it as package.module:Class")
@@ -267,17 +275,12 @@ def _method_by_name(name: str | None) -> str | None:
         return name.strip("[]")
     if _CLASS.fullmatch(name) and not Path(name).exists():
         return "custom_class"
-    lowered = name.lower()
-    return next((m for m in ("eagle3", "dflash", "dspark") if m in lowered), "eagle" if "eagle-" in lowered else None)
+    return next((method for method in ("dflash", "dspark") if method in name.lower()), None)
 
 
-def _method_by_config(directory: Path, name: str) -> str:
-    raw = read_object(directory, "config.json") or {}
-    kind = str(raw.get("speculators_model_type") or raw.get("model_type") or "")
-    architecture = str((raw.get("architectures") or [""])[0])
-    if "eagle3" in f"{kind} {architecture}".lower():
-        return "eagle3"
-    return kind if kind in _REFUSED_METHODS or kind.endswith("_mtp") or kind == "eagle" else "draft_model"
+def _method_by_config(raw: Mapping[str, Any]) -> str:
+    kind = str(raw.get("model_type"))
+    return kind if kind in _REFUSED_METHODS or kind.endswith("_mtp") else "draft_model"
 
 
 def _drafter_config(settings: Mapping[str, Any], target: ModelConfig, method: str, directory: Path) -> ModelConfig:
@@ -299,7 +302,9 @@ def _drafter_config(settings: Mapping[str, Any], target: ModelConfig, method: st
 def _check_drafter(drafter: ModelConfig, target: ModelConfig, method: str) -> None:
     if drafter.pooling is not None:
         raise ConfigError(f"{FLAG}: {drafter.name} is a pooling model, which drafts no tokens")
-    if method == "draft_model":
+    if method in HEADS:
+        check_head(drafter.hf_config, target.hf_config)
+    else:
         _check_vocabulary(drafter, target)
 
 
@@ -349,7 +354,7 @@ def _num_tokens(settings: Mapping[str, Any], method: str, drafter: ModelConfig |
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing, the most drafts of a request in a step; try 4")
     if predicted is not None and most > predicted and most % predicted:
         raise ConfigError(
-            f"{FLAG}: num_speculative_tokens {most} is no multiple of n_predict {predicted}, which {drafter} has"
+            f"{FLAG}: num_speculative_tokens {most} is no multiple of the n_predict {predicted} of the drafter"
         )
     return most
 

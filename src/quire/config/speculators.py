@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.config.checkpoint import read_object
 from quire.config.hf_config import HFConfig
 from quire.errors import ModelLoadError, UnsupportedModelError
 
@@ -59,6 +60,17 @@ def read_head(raw: Mapping[str, Any], path: Path, name: str = "", method: str | 
         raise ModelLoadError(f"{path} has 'speculative_tokens' = {str(count)[:60]}, which must be a positive integer")
     verifier = _object(outer, "verifier", path).get("name_or_path")
     return DraftHead(method, flat, count, verifier if isinstance(verifier, str) else None)
+
+
+def find_verifier(directory: Path) -> str | None:
+    """Returns the model that a checkpoint of speculators drafts for; None for another checkpoint. Raises
+    ModelLoadError."""
+    path = directory / "config.json"
+    raw = read_object(directory, path.name) or {}
+    head = read_head(raw, path) if SPECULATOR in raw else None
+    if head is not None and head.verifier is None:
+        raise ModelLoadError(f"{path} names no verifier: give the model itself, and {directory} with --spec-model")
+    return None if head is None else head.verifier
 
 
 _OUTER = "speculators_config"

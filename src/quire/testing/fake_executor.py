@@ -69,8 +69,10 @@ class FakeExecutor(Executor):
         super().__init__(config)
         self._max_model_len = config.model_config.model_len
         self._requests: dict[str, _LiveRequest] = {}
-        self._unsampled: tuple[SchedulerOutput, dict[str, int]] | None = None
-        """The step whose logits are held, with the digest of each request that samples."""
+        self._unsampled: tuple[SchedulerOutput, dict[str, list[int]]] | None = None
+        """The step whose logits are held, with the digests of each request that samples: one and one per draft."""
+        self._sampled: list[str] = []
+        """Requests that have sampled in steps whose results were given out, since drafts were last taken."""
         self._in_flight: deque[InFlight] = deque()
         self._released: set[str] = set()
         """Parts of "weights" and "kv_cache" that sleep has released."""
@@ -143,23 +145,35 @@ class FakeExecutor(Executor):
     def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
         if self._unsampled is None:
             raise ProtocolError("sample_tokens was called without a step whose logits are held")
+        (step, digests), self._unsampled = self._unsampled, None
+        drafts = step.scheduled_spec_decode_tokens
         masks: dict[str, npt.NDArray[np.int32]] = {}
         if grammar_output is not None:
-            ids, rows = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
-            masks = dict(zip(ids, rows, strict=True))
-        (step, digests), self._unsampled = self._unsampled, None
+            row = 0
+            for req_id in grammar_output.structured_output_request_ids:
+                num_rows = 1 + len(drafts.get(req_id, ()))
+                masks[req_id] = grammar_output.grammar_bitmask[row : row + num_rows]
+                row += num_rows
         output = ModelRunnerOutput(req_ids=list(step.num_scheduled_tokens))
         for req_id in output.req_ids:
-            digest = digests.get(req_id)
-            if digest is None:
-                output.sampled_token_ids.append([])
-                continue
-            token, request = _allowed(self.model.next_token(digest), masks.get(req_id)), self._requests[req_id]
-            output.sampled_token_ids.append([token])
-            request.tokens.append(token)
-            if request.params is not None and request.params.num_logprobs is not None:
-                output.logprobs[req_id] = self._logprobs(digest, request.params.num_logprobs)
+            rows = digests.get(req_id, [])
+            request = self._requests[req_id]
+            token_ids = self._verify(rows, drafts.get(req_id, []), masks.get(req_id)) if rows else []
+            output.sampled_token_ids.append(token_ids)
+            request.tokens += token_ids
+            request.num_computed -= len(rows) - len(token_ids)  # slots of rejected drafts will be overwritten
+            if rows and request.params is not None and request.params.num_logprobs is not None:
+                output.logprobs[req_id] = self._logprobs(rows[: len(token_ids)], request.params.num_logprobs)
         return self._start(output, step.total_num_scheduled_tokens)
+
+    def _verify(self, digests: list[int], drafts: list[int], masks: npt.NDArray[np.int32] | None) -> list[int]:
+        """Returns the tokens of a request, up to the first that is not the draft at its position."""
+        token_ids: list[int] = []
+        for row, digest in enumerate(digests):
+            token_ids.append(_allowed(self.model.next_token(digest), None if masks is None else masks[row]))
+            if drafts[row : row + 1] != token_ids[-1:]:
+                break
+        return token_ids
 
     def _forget(self, step: SchedulerOutput) -> None:
         for req_id in step.preempted_req_ids | step.finished_req_ids:
@@ -207,8 +221,8 @@ class FakeExecutor(Executor):
         if limits.max_num_seqs is not None and num_requests > limits.max_num_seqs:
             raise ProtocolError(f"{num_requests} requests are running; the limit is {limits.max_num_seqs}")
 
-    def _forward(self, step: SchedulerOutput) -> dict[str, int]:
-        """Computes the step and returns the digest of each request that samples.
+    def _forward(self, step: SchedulerOutput) -> dict[str, list[int]]:
+        """Computes the step and returns the digests of each request that samples.
 
         Running requests go first. New ones follow in their order of admission and take their blocks only then, because
         a new request may share blocks that an earlier one fills in this very step: a real model fills them layer by
@@ -222,45 +236,50 @@ class FakeExecutor(Executor):
             self._requests[req_id].tokens += token_ids
         digests = {}
         for req_id in running.req_ids:
-            digests[req_id] = self._forward_request(req_id, step.num_scheduled_tokens[req_id])
+            digests[req_id] = self._forward_request(req_id, step)
         for data in step.scheduled_new_reqs:
             self._remember(data)
-            digests[data.req_id] = self._forward_request(data.req_id, step.num_scheduled_tokens[data.req_id])
+            digests[data.req_id] = self._forward_request(data.req_id, step)
         self.num_computed_tokens += step.total_num_scheduled_tokens
-        return {req_id: digest for req_id, digest in digests.items() if digest is not None}
+        return {req_id: found for req_id, found in digests.items() if found}
 
-    def _forward_request(self, req_id: str, num_tokens: int) -> int | None:
-        """Computes the scheduled tokens of one request. Returns the digest of the last one; None if more of the prompt
-        is to come."""
+    def _forward_request(self, req_id: str, step: SchedulerOutput) -> list[int]:
+        """Computes the scheduled tokens of one request. Returns the digests of its last one and of its drafts; none if
+        more of the prompt is to come."""
         request = self._requests[req_id]
-        start, end = request.num_computed, request.num_computed + num_tokens
-        self._check_chunk(req_id, request, start, end)
+        drafts = step.scheduled_spec_decode_tokens.get(req_id, [])
+        tokens = request.tokens + drafts
+        start, end = request.num_computed, request.num_computed + step.num_scheduled_tokens[req_id]
+        self._check_chunk(req_id, request, start, end, len(tokens))
+        if drafts and end < len(tokens):
+            raise ProtocolError(f"request {req_id} has drafts in a step that ends before them, at {end}")
+        if any(not 0 <= token_id < self.vocab_size for token_id in drafts):
+            raise ProtocolError(f"request {req_id} has drafts outside the vocabulary of {self.vocab_size}: {drafts}")
         visible = [self._memory.read(table, table.first_visible(start), start) for table in request.tables]
         sequence = FakeSequence(self.model, request.identity, visible)
-        digest = 0
-        for position in range(start, end):
-            digest = sequence.compute(request.tokens[position], position)
+        digests = [sequence.compute(tokens[position], position) for position in range(start, end)]
         for group, table in enumerate(request.tables):
             self._memory.write(table, start, sequence.slots(group))
         request.num_computed = end
-        return digest if end == len(request.tokens) else None
+        return digests[-1 - len(drafts) :] if end == len(tokens) else []
 
-    def _check_chunk(self, req_id: str, request: _LiveRequest, start: int, end: int) -> None:
+    def _check_chunk(self, req_id: str, request: _LiveRequest, start: int, end: int, num_tokens: int) -> None:
         if end <= start or start < 0:
             raise ProtocolError(f"request {req_id}: tokens [{start}, {end}) are scheduled")
-        if end > len(request.tokens):
-            raise ProtocolError(f"request {req_id}: token {end} is scheduled, it has only {len(request.tokens)}")
+        if end > num_tokens:
+            raise ProtocolError(f"request {req_id}: token {end} is scheduled, it has only {num_tokens}")
         if end > self._max_model_len:
             raise ProtocolError(f"request {req_id}: token {end} is scheduled, max_model_len is {self._max_model_len}")
         for table in request.tables:
             if end > len(table.block_ids) * table.block_size:
                 raise ProtocolError(f"request {req_id}: token {end} has no block in {table.block_ids}")
 
-    def _logprobs(self, digest: int, num_logprobs: int) -> LogprobsLists:
-        """Returns the sampled token, then the top ones; each is exp(-1) times as likely as the one before."""
-        top = self.model.top_tokens(digest, self.vocab_size if num_logprobs == -1 else num_logprobs)
-        logprobs = [-0.5 - rank for rank in range(len(top))]
-        return LogprobsLists([[self.model.next_token(digest), *top]], [[-0.5, *logprobs]], [1])
+    def _logprobs(self, digests: list[int], num_logprobs: int) -> LogprobsLists:
+        """Returns each sampled token, then the top ones; each is exp(-1) times as likely as the one before."""
+        count = self.vocab_size if num_logprobs == -1 else num_logprobs
+        ids = [[self.model.next_token(digest), *self.model.top_tokens(digest, count)] for digest in digests]
+        logprobs = [[-0.5, *(-0.5 - rank for rank in range(len(row) - 1))] for row in ids]
+        return LogprobsLists(ids, logprobs, [1] * len(ids))
 
     # -- the pipeline -------------------------------------------------------------------------------------------
 
@@ -275,6 +294,9 @@ class FakeExecutor(Executor):
         if self._in_flight[0] is not future:
             raise ProtocolError("a step was waited for before the steps started earlier")
         self._in_flight.popleft()
+        if future.output is not None:
+            rows = zip(future.output.req_ids, future.output.sampled_token_ids, strict=True)
+            self._sampled += [req_id for req_id, token_ids in rows if token_ids]
         if num_tokens and (duration := self.step_time_s + num_tokens * self.token_time_s):
             self.clock.sleep(duration)
 
@@ -315,7 +337,33 @@ class FakeExecutor(Executor):
         self.clock.sleep(self.step_time_s)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return None
+        """Drafts for requests whose tokens were just given out, as a drafter model does: their slots, too."""
+        drafting = self.config.speculative_config.drafting
+        sampled, self._sampled = self._sampled, []
+        if drafting is None:
+            return None
+        live = [req_id for req_id in sampled if req_id in self._requests]
+        for req_id in live:
+            self._write_ahead(self._requests[req_id], drafting.num_lookahead_tokens)
+        return DraftTokenIds(live, [self.propose(req_id, drafting.num_speculative_tokens) for req_id in live])
+
+    def propose(self, req_id: str, num_drafts: int) -> list[int]:
+        """Returns the tokens that the model will draw next, if no grammar interferes."""
+        request = self._requests[req_id]
+        sequence = FakeSequence(self.model, request.identity, [b""] * len(self._groups))
+        tokens = list(request.tokens)
+        for position in range(len(request.tokens) + num_drafts):
+            digest = sequence.compute(tokens[position], position)
+            if position + 1 == len(tokens):
+                tokens.append(self.model.next_token(digest))
+        return tokens[len(request.tokens) : len(request.tokens) + num_drafts]
+
+    def _write_ahead(self, request: _LiveRequest, num_tokens: int) -> None:
+        """Writes nonsense into the slots of the drafts, as far as blocks reach: real tokens will overwrite it."""
+        for table in request.tables:
+            end = min(request.num_computed + num_tokens, len(table.block_ids) * table.block_size)
+            if end > request.num_computed:
+                self._memory.write(table, request.num_computed, b"!!!!" * (end - request.num_computed))
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

@@ -138,7 +138,7 @@ class InFlight(Future[Any]):
 
     def __init__(self, output: ModelRunnerOutput | None, finish: Callable[[InFlight], None] | None = None) -> None:
         super().__init__()
-        self._output = output
+        self.output = output
         self._finish = finish
 
     def result(self, timeout: float | None = None) -> Any:
@@ -146,7 +146,7 @@ class InFlight(Future[Any]):
         if not self.done():
             if self._finish is not None:
                 self._finish(self)
-            self.set_result(self._output)
+            self.set_result(self.output)
         return super().result(timeout)
 
 

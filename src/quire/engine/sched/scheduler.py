@@ -191,15 +191,20 @@ class Scheduler(SchedulerInterface):
     def _schedule_drafts(self, step: StepBuilder, drafts: DraftFitter) -> None:
         """Adds drafts, and blocks for the drafter, from what is left when all else is scheduled.
 
-        So no prompt waits for them and no request is preempted: as many blocks as the running requests may need in the
-        next step stay free.
+        So no prompt waits for them and no request is preempted: the watermark stays free, and as many blocks as the
+        running requests may need for the rest of their prompts and for the next step.
         """
         manager = self.kv_cache_manager
-        num_reserved = len(self.running) * len(manager.groups)
+        size = manager.block_size
+        to_come = sum(1 + max(0, r.num_tokens - r.num_computed_tokens) // size for r in self.running)
+        num_reserved = max(self.limits.watermark_blocks, to_come * len(manager.groups))
         for row, request in enumerate(step.requests):
             if request.num_computed_tokens < request.num_tokens or request.sampling_params is None:
                 continue  # it samples nothing, and keeps its drafts
             num_held = len(request.spec_token_ids)
+            if self._steps.preempted_req_ids:  # blocks are short
+                drafts.take_back(request, "blocks")
+                continue
             num_drafts = min(num_held, step.token_budget)
             drafts.drop(num_held - num_drafts, "budget")
             if not num_drafts and not drafts.num_lookahead_tokens:

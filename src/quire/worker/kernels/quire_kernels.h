@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 8
+#define QK_ABI_VERSION 9
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -373,6 +373,35 @@ typedef struct {
     double* log_totals;      /* [rows] */
 } qk_logprobs_args;
 QK_EXPORT void qk_logprobs(qk_context* context, const qk_logprobs_args* args);
+
+/* -- suffix indexes: which tokens followed which in texts, for drafts ---------------------------------------------------- */
+
+/* A store of indexes in at most `max_bytes` of memory. An index counts the strings of up to `depth` tokens (2 or more) in its texts.
+ * One thread at a time may use a store. */
+typedef struct qk_suffix qk_suffix;
+
+/* NULL if there is no such memory. */
+QK_EXPORT qk_suffix* qk_suffix_create(int32_t depth, int64_t max_bytes);
+QK_EXPORT void qk_suffix_destroy(qk_suffix* suffix);
+/* Memory that is taken; what is given back is used again, and still counted. */
+QK_EXPORT int64_t qk_suffix_bytes(const qk_suffix* suffix);
+/* Nodes in use. */
+QK_EXPORT int64_t qk_suffix_nodes(const qk_suffix* suffix);
+/* A new, empty index; -1 if memory is full. */
+QK_EXPORT int32_t qk_suffix_open(qk_suffix* suffix);
+QK_EXPORT void qk_suffix_close(qk_suffix* suffix, int32_t index);
+/* Appends tokens (0 or more each) to the last text; returns how many, fewer than n if memory is full. */
+QK_EXPORT int64_t qk_suffix_extend(qk_suffix* suffix, int32_t index, const int32_t* tokens, int64_t n);
+/* Ends the last text: the next token begins another. 0 if memory is full. */
+QK_EXPORT int32_t qk_suffix_end(qk_suffix* suffix, int32_t index);
+/* Forgets the first text, which must have ended. */
+QK_EXPORT void qk_suffix_drop_first(qk_suffix* suffix, int32_t index);
+/* What may follow `context` (NULL: the last text), returned as how many tokens. Each is what followed the longest suffix, below `depth`
+ * tokens, of all before it most often, of equals what did so last. At most max_drafts, and factor times the length of the first suffix;
+ * none whose probability, the product of shares of occurrences up to it, is below the least. score: the sum of these products.
+ * confidences: 4 * min(3, log2 of the suffix' length) + 0 to 3 for a share, of which once in one is the middle. */
+QK_EXPORT int32_t qk_suffix_propose(qk_suffix* suffix, int32_t index, const int32_t* context, int64_t n, int32_t max_drafts,
+                                    double factor, double min_probability, int32_t* token_ids, int32_t* confidences, double* score);
 
 /* -- the machine's ceilings, for benchmarks ----------------------------------------------------------------------------- */
 

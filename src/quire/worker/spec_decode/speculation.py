@@ -74,10 +74,11 @@ class Speculation:
 
     def begin_step(self, gone_req_ids: Iterable[str]) -> None:
         """Forgets requests that have ended or were preempted. A step follows."""
-        with self._surviving():
-            for req_id in gone_req_ids:
-                self._proposed.pop(req_id, None)
-                self._drafter.forget(req_id)
+        if self.is_enabled:
+            with self._surviving():
+                for req_id in gone_req_ids:
+                    self._proposed.pop(req_id, None)
+                    self._drafter.forget(req_id)
         self._step_start = time.perf_counter()
 
     def end_step(self, step: PendingStep, output: ModelRunnerOutput) -> None:
@@ -105,8 +106,6 @@ class Speculation:
     @contextmanager
     def _surviving(self) -> Iterator[None]:
         """Switches speculation off after an error in the block."""
-        if not self.is_enabled:
-            return
         try:
             yield
         except Exception:
