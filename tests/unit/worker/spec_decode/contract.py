@@ -1,4 +1,4 @@
-"""What every drafter without weights must keep to, checked on the toy model."""
+"""Checks that every drafter without weights must pass, on the toy model."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def check_limits(make: MakeDrafter) -> None:
 
 
 def check_forgetting(make: MakeDrafter) -> None:
-    """What it remembers does not grow with the requests that it has forgotten."""
+    """Its memory does not grow with the requests that it has forgotten."""
     drafter = make(make_context(make_runner()))
     sizes = []
     for count in (2, 40):
