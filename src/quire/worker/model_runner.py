@@ -122,7 +122,7 @@ class ModelRunner:
         inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device, drafts)
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
         segments = None if self.pooler is None else self.pooler.segments(req_ids, inputs)
-        hidden, *_ = self._forward(
+        hidden, *tapped = self._forward(
             inputs.input_ids, inputs.positions, inputs.query_lens, inputs.attention, self.kv_cache, segments
         )
         if self.pooler is not None:
@@ -136,6 +136,7 @@ class ModelRunner:
             self._compute_logits(inputs, hidden),
             self.sampler.score_prompts(inputs, req_ids, hidden, self.model.compute_logits),
             drafts,
+            tuple(tapped),
         )
         return None
 

@@ -33,6 +33,8 @@ class PendingStep:
     """Results of the prompts that the step completes."""
     drafts: Mapping[str, list[int]] = field(default_factory=dict)
     """Drafts in the step, by request id."""
+    tapped: tuple[Tensor, ...] = ()
+    """Inputs of the model's tapped layers, like `hidden`."""
 
 
 class StepSampler:

@@ -101,6 +101,8 @@ class TargetStep(NamedTuple):
     """[num_tokens, hidden_size]"""
     sampled_token_ids: list[list[int]]
     """New tokens of each request; the batch has them already."""
+    tapped: tuple[Tensor, ...] = ()
+    """Inputs of the target's tapped layers, like `hidden`: models/decoder.py."""
 
 
 class Lengths(Protocol):

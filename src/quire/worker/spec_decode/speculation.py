@@ -86,7 +86,7 @@ class Speculation:
         self._step_seconds = time.perf_counter() - self._step_start
         is_pure = step.logits is not None and len(step.logits) == len(step.hidden)
         self._step_rows = len(step.hidden) if is_pure else 0
-        self._context.step = TargetStep(step.inputs, step.req_ids, step.hidden, output.sampled_token_ids)
+        self._context.step = TargetStep(step.inputs, step.req_ids, step.hidden, output.sampled_token_ids, step.tapped)
         self._drafts = dict(step.drafts)
 
     def propose(self) -> DraftTokenIds:
