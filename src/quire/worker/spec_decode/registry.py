@@ -18,6 +18,8 @@ class DrafterSpec(NamedTuple):
 
 DRAFTERS: dict[str, DrafterSpec] = {
     "draft_model": DrafterSpec("quire.worker.spec_decode.draft_model:DraftModel", has_kv=True),
+    "eagle": DrafterSpec("quire.worker.spec_decode.hidden_head:HiddenHead", reads_hidden=True, has_kv=True),
+    "eagle3": DrafterSpec("quire.worker.spec_decode.hidden_head:HiddenHead", reads_hidden=True, has_kv=True),
     "ngram": DrafterSpec("quire.worker.spec_decode.ngram:NgramDrafter"),
 }
 CUSTOM_CLASS = "custom_class"
