@@ -105,6 +105,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1,
     ("speculation", "accuracy", "arguments"),
     [
         (NGRAM, 1.0, {}),
+        ({"method": "suffix", "num_speculative_tokens": 8}, 1.0, {}),
         ({"model": ORACLE, "num_speculative_tokens": 8}, 1.0, {}),
         ({"model": ORACLE, "num_speculative_tokens": 3}, 0.6, {"max_num_batched_tokens": 32, "max_num_seqs": 16}),
         ({"model": ORACLE, "num_speculative_tokens": 5}, 0.8, {"num_gpu_blocks_override": 40, "max_num_seqs": 16}),
@@ -116,7 +117,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1,
         ),
         ({"model": ORACLE.replace("Oracle", "Random"), "num_speculative_tokens": 2}, 1.0, {}),
     ],
-    ids=["n-gram", "always right", "chunked", "preempted", "draft model", "draft model, preempted", "random"],
+    ids=["n-gram", "suffix", "always right", "chunked", "preempted", "draft model", "drafts preempted", "random"],
 )
 def test_speculation_changes_nothing(
     alone: list[RequestOutput],
@@ -141,6 +142,20 @@ def test_speculation_changes_nothing(
     if speculation["model" if "model" in speculation else "method"] == ORACLE:
         assert accepted > 0.3 * accuracy * drafted
     assert accepted <= drafted
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_prediction_changes_nothing_but_the_time(alone: list[RequestOutput], method: str) -> None:
+    speculation = {"method": method, "num_speculative_tokens": 8, "adaptive": False}
+    prompts = [{"prompt": q, "prediction": alone[i].outputs[0].text} for i, (q, _) in enumerate(REQUESTS)]
+    accepted = []
+    with engine(speculative_config=speculation) as llm:
+        for given in ([q for q, _ in REQUESTS], prompts):
+            before = counters(llm).get("spec_decode_num_accepted_tokens", 0)
+            assert seen(llm.generate(given, [p for _, p in REQUESTS], use_tqdm=False)) == seen(alone)
+            accepted.append(counters(llm).get("spec_decode_num_accepted_tokens", 0) - before)
+            assert llm.reset_prefix_cache()
+    assert accepted[1] > 1.5 * accepted[0]
 
 
 def test_a_drafter_that_fails_costs_no_token(alone: list[RequestOutput], caplog: pytest.LogCaptureFixture) -> None:

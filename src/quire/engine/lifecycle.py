@@ -196,7 +196,10 @@ class Lifecycle:
         `reset_connector` has no effect: there is no cache outside the engine.
         """
         with InterruptShield():
-            return self._scheduler.reset_prefix_cache(reset_running_requests)
+            is_reset = self._scheduler.reset_prefix_cache(reset_running_requests)
+            if is_reset and self._executor.config.speculative_config.drafting is not None:
+                self._executor.collective_rpc("reset_drafter")  # what it learned comes from the same texts
+            return is_reset
 
     def _reset_caches(self) -> None:
         """Drops all cached prefixes, whatever runs. Raises ServerError if blocks are still in use."""

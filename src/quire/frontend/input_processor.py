@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from quire import envs
 from quire.config.hf_config import token_ids
@@ -41,7 +41,7 @@ _SEED_BITS = 62
 """Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
 
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time", "prediction"}
 
 
 class InputProcessor:
@@ -116,6 +116,7 @@ class InputProcessor:
             priority=new.priority,
             trace_headers=new.trace_headers,
             resumable=new.resumable,
+            prediction_token_ids=cast("list[int]", prompt.prediction) if prompt.prediction else [],
         )
         return request, prompt.text if new.prompt_text is None else new.prompt_text
 
@@ -125,7 +126,7 @@ class InputProcessor:
         This part of `process_inputs` may take long, and may be done beforehand, on any thread: what it returned is
         read again at no cost. Raises as `process_inputs`.
         """
-        parsed, kwargs = parse_prompt(prompt), tokenization_kwargs
+        parsed, kwargs = self._read_prediction(parse_prompt(prompt)), tokenization_kwargs
         if kwargs:
             _validate_tokenization_kwargs(kwargs)
         ids = parsed.token_ids
@@ -142,6 +143,16 @@ class InputProcessor:
             side = kwargs.get("truncation_side", "right" if pools else "left")
             ids = ids[:keep] if side == "right" else ids[-keep:]
         return parsed if ids is parsed.token_ids else replace(parsed, token_ids=ids)
+
+    def _read_prediction(self, prompt: ParsedPrompt) -> ParsedPrompt:
+        """Returns the prompt with the ids of its prediction, of which no more than a context is kept."""
+        text = prompt.prediction
+        if not isinstance(text, str):
+            return prompt
+        ids: list[int] = []
+        if self.tokenizer is not None:
+            ids = self.tokenizer.encode(text[: self.max_model_len * MAX_CHARS_PER_TOKEN], False)
+        return replace(prompt, prediction=ids[: self.max_model_len])
 
     def assign_request_id(self, request: EngineCoreRequest) -> None:
         """Moves the user's id to `external_req_id` and makes an internal id of it.
@@ -420,7 +431,10 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         raise ValidationError(
             f"'cache_salt' must be text of at most {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
         )
-    return ParsedPrompt(text, None if ids is None else _as_ids(ids), salt, prompt.get("arrival_time"))
+    prediction = prompt.get("prediction") or ()
+    if prediction and not isinstance(prediction, str):
+        raise ValidationError(f"'prediction' must be text, got {type(prediction).__name__}", param="prediction")
+    return ParsedPrompt(text, None if ids is None else _as_ids(ids), salt, prompt.get("arrival_time"), prediction)
 
 
 def is_token_ids(value: Any) -> bool:

@@ -25,6 +25,7 @@ class TextPrompt(TypedDict, total=False):
 
     prompt: str
     cache_salt: str
+    prediction: str
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -33,6 +34,7 @@ class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
+    prediction: str
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ParsedPrompt:
     token_ids: list[int] | None = None
     cache_salt: str | None = None
     arrival_time: float | None = None
+    prediction: str | Sequence[int] = ()
+    """Text or ids that the user expects in the output: drafts are made of them."""
 
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | ParsedPrompt

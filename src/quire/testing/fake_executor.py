@@ -365,6 +365,9 @@ class FakeExecutor(Executor):
             if end > request.num_computed:
                 self._memory.write(table, request.num_computed, b"!!!!" * (end - request.num_computed))
 
+    def reset_drafter(self) -> None:
+        """Has no effect: drafts are a function of the text."""
+
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 

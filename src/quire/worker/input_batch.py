@@ -74,6 +74,8 @@ class InputBatch:
         self.block_tables = [BlockTable(size, max_num_reqs, max_model_len) for size in block_sizes]
         """Per KV cache group."""
         self.sampling = SamplingTable(max_num_reqs)
+        self.draft_hints: dict[str, tuple[npt.NDArray[np.int32] | None, str | None]] = {}
+        """(predicted outputs, cache salt) of the requests that have either."""
         self.version = 0
         """Changes whenever a row gets another request."""
 
@@ -94,6 +96,9 @@ class InputBatch:
         self.num_prompt_tokens[row] = len(request.prompt_token_ids)
         self.num_tokens[row] = len(tokens)
         self.num_computed_tokens[row] = request.num_computed_tokens
+        if request.prediction_token_ids or request.cache_salt is not None:
+            prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
+            self.draft_hints[request.req_id] = prediction, request.cache_salt
         for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):
             table.set_row(row, block_ids)
         if request.sampling_params is not None:
@@ -107,6 +112,7 @@ class InputBatch:
         row = self.rows.pop(req_id, None)
         if row is None:
             return
+        self.draft_hints.pop(req_id, None)
         self.sampling.clear_row(row)
         last = len(self.req_ids) - 1
         if row != last:
@@ -118,6 +124,7 @@ class InputBatch:
         """Removes all requests, even where an interrupt has left their rows half written."""
         self.req_ids.clear()
         self.rows.clear()
+        self.draft_hints.clear()
         self.sampling.histories.clear()
         self.version += 1
 

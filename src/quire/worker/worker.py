@@ -176,6 +176,11 @@ class Worker:
         step have left, so that drafting delays none of them."""
         return None if self._speculation is None else self._speculation.propose()
 
+    def reset_drafter(self) -> None:
+        """Makes the drafter forget the texts of all requests."""
+        if self._speculation is not None:
+            self._speculation.reset()
+
     # -- sleep and new weights ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:

@@ -47,6 +47,21 @@ def sampling(request: EngineCoreRequest) -> SamplingParams:
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_prediction_is_sent_as_ids_and_no_longer_than_a_context(tokenizer: Tokenizer) -> None:
+    p = processor(tokenizer)
+    ids = tokenizer.encode("the fox", False)
+    assert process(p, {"prompt": "a", "prediction": "the fox"}).prediction_token_ids == ids
+    assert process(p, {"prompt_token_ids": [5], "prediction": "the fox"}).prediction_token_ids == ids
+    assert len(process(p, {"prompt": "a", "prediction": "fox " * 100_000}).prediction_token_ids) == MAX_MODEL_LEN
+    assert (
+        process(p, "a").prediction_token_ids == process(p, {"prompt": "a", "prediction": ""}).prediction_token_ids == []
+    )
+    assert process(processor(None), {"prompt_token_ids": [5], "prediction": "the fox"}).prediction_token_ids == []
+    with pytest.raises(ValidationError, match="'prediction' must be text, got list") as e:
+        process(p, {"prompt": "a", "prediction": [1]})
+    assert e.value.param == "prediction"
+
+
 def test_every_form_of_prompt_is_taken(tokenizer: Tokenizer) -> None:
     p = processor(tokenizer)
     ids = tokenizer.encode("the fox")

@@ -72,6 +72,9 @@ class Drafter(Protocol):
         """Drops what it remembers of a request that has ended or was preempted. Unknown ids are ignored."""
         ...
 
+    def reset(self) -> None:
+        """Drops what it learned from any request: prefixes are no longer cached, or the weights are others."""
+
 
 class ModelDrafter(Drafter, Protocol):
     """A drafter with weights, and with layers in the KV cache (`draft_kv.py`)."""

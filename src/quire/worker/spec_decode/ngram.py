@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.worker.spec_decode.drafter import NO_PROPOSAL, Drafter, DrafterContext, DraftRow, Proposal
+from quire.worker.spec_decode.prediction import draft_of_prediction
 
 LONGEST_MATCH = 15
 """Matches are compared up to this length, or `prompt_lookup_max`: it is the highest confidence."""
@@ -27,7 +28,7 @@ class NgramDrafter(Drafter):
         self._longest = max(drafting.prompt_lookup_max, LONGEST_MATCH)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row.token_ids, row.max_drafts) for row in rows]
+        return [draft_of_prediction(row) or self._propose(row.token_ids, row.max_drafts) for row in rows]
 
     def _propose(self, token_ids: npt.NDArray[np.int32], max_drafts: int) -> Proposal:
         end, match_len = find_match(token_ids, self._shortest, self._longest)

@@ -21,6 +21,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "eagle": DrafterSpec("quire.worker.spec_decode.hidden_head:HiddenHead", reads_hidden=True, has_kv=True),
     "eagle3": DrafterSpec("quire.worker.spec_decode.hidden_head:HiddenHead", reads_hidden=True, has_kv=True),
     "ngram": DrafterSpec("quire.worker.spec_decode.ngram:NgramDrafter"),
+    "suffix": DrafterSpec("quire.worker.spec_decode.suffix:SuffixDrafter"),
 }
 CUSTOM_CLASS = "custom_class"
 """Method whose drafter is `Drafting.drafter_cls`."""

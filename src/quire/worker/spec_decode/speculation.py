@@ -103,6 +103,11 @@ class Speculation:
         drafts.seconds = time.perf_counter() - start
         return drafts
 
+    def reset(self) -> None:
+        """Makes the drafter forget the texts of all requests."""
+        with self._surviving():
+            self._drafter.reset()
+
     @contextmanager
     def _surviving(self) -> Iterator[None]:
         """Switches speculation off after an error in the block."""
@@ -158,7 +163,8 @@ class Speculation:
                 n, num_prompt_tokens = int(batch.num_tokens[row]), int(batch.num_prompt_tokens[row])
                 room = self._room(row, n, n - num_prompt_tokens)
                 if room > 0:
-                    rows.append(DraftRow(req_id, row, batch.token_ids[row, :n], num_prompt_tokens, n - 1, room))
+                    hints = batch.draft_hints.get(req_id, (None, None))
+                    rows.append(DraftRow(req_id, row, batch.token_ids[row, :n], num_prompt_tokens, n - 1, room, *hints))
         return rows
 
     def _room(self, row: int, num_tokens: int, num_outputs: int) -> int:
