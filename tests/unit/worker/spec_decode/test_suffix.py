@@ -1,4 +1,4 @@
-"""The suffix drafter: what it drafts from, whom it shares outputs with, and what it forgets. Predictions, too."""
+"""The suffix drafter: sources of its drafts, cache salts, memory. Drafts from predictions."""
 
 from __future__ import annotations
 
