@@ -15,6 +15,7 @@ from quire.config.hf_config import FULL_ATTENTION, SLIDING_ATTENTION, HFConfig
 from quire.config.model import ModelConfig
 from quire.config.model_impl import TRANSFORMERS
 from quire.config.quantization import quantization_method
+from quire.config.speculators import HEAD, read_head
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.logger import init_logger
 from quire.resolve import resolve
@@ -140,6 +141,9 @@ class ModelWeights:
         hf = self._config.hf_config
         if (directory / "config.json").exists():
             hf = HFConfig.from_dir(directory, self._config.hf_overrides)
+            method = self._config.hf_config.raw.get(HEAD)
+            if method is not None and (head := read_head(hf.raw, hf.path, method=method)) is not None:
+                hf = HFConfig(head.raw, hf.path)
             check_same_model(self._config.hf_config, hf)
             quantization_method(self._config.quantization, hf.get("quantization_config"), hf.path)
         return find_tensors(self._model, hf, directory)

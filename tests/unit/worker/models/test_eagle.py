@@ -28,7 +28,7 @@ from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kv_cache import allocate_kv_cache
-from quire.worker.loader import Placement, load_head, load_model
+from quire.worker.loader import ModelWeights, Placement, load_head, load_model
 from quire.worker.loader import load as load_module
 from quire.worker.models.eagle import EagleHead
 
@@ -288,6 +288,24 @@ def test_steps_of_a_head_are_planned(
 def test_a_head_turns_as_far_as_its_target(tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     head: Any = load(write(tmp_path / "h", {**EAGLE3, **IDS}, make_tensors(eagle3=True)), tiny_checkpoint("llama"))
     assert head.ropes["rope"].cos.shape[0] == 1024  # its own config.json says 64
+
+
+@pytest.mark.parametrize("config", [{**EAGLE3, **IDS, "tie_word_embeddings": True}, SPECULATOR])
+def test_weights_that_were_dropped_are_read_again(
+    config: dict[str, Any], tiny_checkpoint: MakeCheckpoint, tmp_path: Path, library: NativeLibrary
+) -> None:
+    kernels = NativeKernels(Context(library, 1, library.instruction_sets()[0]))
+    path = write(tmp_path / "h", config, make_tensors(eagle3=True))
+    head = load(path, tiny_checkpoint("llama"), kernels)
+    options = LoadConfig(weight_cache=False), Placement(CPU, torch.float32, kernels)
+    weights = ModelWeights(head, head_config(path, "x"), *options)
+    inputs = torch.tensor([1, 2]), torch.randn(2, TARGET_SIZE)
+    expected, _ = run(head, *inputs)
+    weights.drop()
+    with pytest.raises(RuntimeError, match="were given back"):
+        run(head, *inputs)
+    weights.restore()
+    assert torch.equal(run(head, *inputs)[0], expected)
 
 
 def test_random_weights(tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
