@@ -20,12 +20,14 @@ __attribute__((noinline)) void multiply_tiles(const typename D::E* x, int64_t st
     for (int r = 0; r < ROWS; ++r)
         for (int b = 0; b < BLOCKS; ++b) c[r][b] = add_to_sums ? load_f32(sums + r * PANEL + b * 16) : zero();
     for (int64_t t = 0; t < tiles; ++t, w += qk::STEP_BYTES) {
-        // One row waits for nothing but memory, and best asks for all of it at once; more rows have time between.
+        // One row waits for nothing but memory, and best asks for all of it at once; more rows have time between. They fetch
+        // into the second-level cache, which waits for more lines at a time than the first.
+        constexpr int LEVEL = ROWS == 1 ? 3 : 2;
         const int64_t lines_per_step = ROWS == 1 ? 0 : lines_per_tile / qk::TILE_ROWS;
         for (int64_t line = lines_per_step * qk::TILE_ROWS; line < lines_per_tile; ++line, ahead += LINE)
-            __builtin_prefetch(ahead, 0, 3);
+            __builtin_prefetch(ahead, 0, LEVEL);
         for (int i = 0; i < qk::TILE_ROWS; ++i, x += D::step) {
-            for (int64_t line = 0; line < lines_per_step; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, 3);
+            for (int64_t line = 0; line < lines_per_step; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, LEVEL);
             typename D::W weights[BLOCKS];
             for (int b = 0; b < BLOCKS; ++b) weights[b] = D::weights(w + b * qk::TILE_BYTES + i * qk::ROW_BYTES);
             for (int r = 0; r < ROWS; ++r) {

@@ -217,9 +217,9 @@ class ModelRunner:
         """Runs the largest possible step over a cache of one block, so that its peak memory can be measured."""
         self._dummy_step(self.max_num_tokens, allocate_kv_cache(make_null_config(specs), self.backend, self.device))
 
-    def execute_dummy_batch(self) -> None:
-        """Runs a dummy step of one token."""
-        self._dummy_step(1, self.kv_cache)
+    def execute_dummy_batch(self, num_tokens: int = 1) -> None:
+        """Runs a dummy step of a few tokens."""
+        self._dummy_step(num_tokens, self.kv_cache)
 
     @torch.inference_mode()
     def _dummy_step(self, num_tokens: int, kv_cache: KVCacheMemory) -> None:

@@ -153,6 +153,8 @@ class Worker:
     def compile_or_warm_up_model(self) -> None:
         """Runs a dummy step, so that the first request does not pay for what is set up on first use."""
         self.runner.execute_dummy_batch()
+        if self._speculation is not None:
+            self._speculation.warm_up()
         stamp("warm-up")
 
     # -- steps --------------------------------------------------------------------------------------------------------

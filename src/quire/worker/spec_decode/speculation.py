@@ -23,10 +23,16 @@ from quire.worker.spec_decode.drafter import (
     Proposal,
     TargetStep,
 )
+from quire.worker.spec_decode.lengths import AdaptiveLengths
 from quire.worker.spec_decode.registry import find_drafter
 from quire.worker.step_sampler import PendingStep
 
 logger = init_logger(__name__)
+
+
+IDLE_SECONDS = 0.002
+"""A longer time between two steps is no cost of a step: the engine waited for requests."""
+WARM_UP_ROWS = (1, 4, 16)
 
 
 class FixedLengths(Lengths):
@@ -70,7 +76,17 @@ class Speculation:
         self._step_start = 0.0
         self._step_rows = 0
         """Rows of logits of the last step, if these were all its tokens."""
-        self._step_seconds = 0.0
+        self._drafts_end = 0.0
+        """When the last drafts were ready."""
+
+    def warm_up(self) -> None:
+        """Measures dummy steps, so that the first drafts have a price."""
+        runner = self._context.runner
+        for num_rows in WARM_UP_ROWS:
+            if num_rows <= runner.max_num_tokens:
+                start = time.perf_counter()
+                runner.execute_dummy_batch(num_rows)
+                self._context.lengths.observe_step(num_rows, time.perf_counter() - start)
 
     def begin_step(self, gone_req_ids: Iterable[str]) -> None:
         """Forgets requests that have ended or were preempted. A step follows."""
@@ -79,11 +95,12 @@ class Speculation:
                 for req_id in gone_req_ids:
                     self._proposed.pop(req_id, None)
                     self._drafter.forget(req_id)
-        self._step_start = time.perf_counter()
+        now = time.perf_counter()
+        gap = now - self._drafts_end  # since the last drafts: the engine's work for this step
+        self._step_start = now - gap if gap < IDLE_SECONDS else now
 
     def end_step(self, step: PendingStep, output: ModelRunnerOutput) -> None:
         """Keeps what `propose` needs of a step."""
-        self._step_seconds = time.perf_counter() - self._step_start
         is_pure = step.logits is not None and len(step.logits) == len(step.hidden)
         self._step_rows = len(step.hidden) if is_pure else 0
         self._context.step = TargetStep(step.inputs, step.req_ids, step.hidden, output.sampled_token_ids, step.tapped)
@@ -96,11 +113,12 @@ class Speculation:
         step = self._context.step
         if self.is_enabled and step is not None:
             with self._surviving():
-                self._learn(step)
+                self._learn(step, start - self._step_start)
                 self._draft(step, drafts)
         self._drafts = {}
         drafts.is_enabled = self.is_enabled
-        drafts.seconds = time.perf_counter() - start
+        self._drafts_end = time.perf_counter()
+        drafts.seconds = self._drafts_end - start
         return drafts
 
     def reset(self) -> None:
@@ -119,11 +137,11 @@ class Speculation:
 
     # -- what became of drafts ----------------------------------------------------------------------------------------
 
-    def _learn(self, step: TargetStep) -> None:
+    def _learn(self, step: TargetStep, step_seconds: float) -> None:
         """Reports the last step to the drafter and to `lengths`."""
         lengths, batch = self._context.lengths, self._context.runner.batch
         if self._step_rows:
-            lengths.observe_step(self._step_rows, self._step_seconds)
+            lengths.observe_step(self._step_rows, step_seconds)
         for req_id, token_ids in zip(step.req_ids, step.sampled_token_ids, strict=True):
             if not token_ids:
                 continue
@@ -198,7 +216,8 @@ def make_speculation(
 ) -> Speculation:
     """Returns the speculation of a loaded target, with its drafter. Raises ConfigError or ModelLoadError."""
     spec = find_drafter(drafting.method, drafting.drafter_cls)
-    context = DrafterContext(config, drafting, placement, runner, FixedLengths())
+    lengths = AdaptiveLengths(by_depth=spec.has_kv) if drafting.adaptive else FixedLengths()
+    context = DrafterContext(config, drafting, placement, runner, lengths)
     drafter = resolve(spec.factory)(context)
     speculation = Speculation(context, drafter, spec.reads_hidden)
     speculation.model = drafter if spec.has_kv else None
