@@ -75,7 +75,7 @@ def make_step(worker: Worker, reqs: int, rows: int, length: int) -> Callable[[],
 
     def step() -> None:
         attention = [batch] * len(runner.kv_cache.specs)
-        hidden = runner._forward(ids, positions.repeat(reqs), query_lens, attention, runner.kv_cache)
+        hidden, *_ = runner._forward(ids, positions.repeat(reqs), query_lens, attention, runner.kv_cache)
         runner.model.compute_logits(hidden)
 
     return step
