@@ -97,6 +97,10 @@ class FakeExecutor(Executor):
             return [self.layer_specs]
         return [{"layer.0": FullAttentionSpec(self.config.cache_config.block_size, 1, 1)}]
 
+    def get_draft_kv_cache_spec(self) -> dict[str, AnyKVCacheSpec]:
+        """Returns no layers: the drafter writes into the slots of the model's."""
+        return {}
+
     def determine_available_memory(self) -> list[int]:
         return [self.available_bytes]
 
