@@ -45,13 +45,14 @@ class PromptRenderer:
         *,
         cache_salt: str | None = None,
         max_tokens: int | None = 0,
+        prediction: str = "",
     ) -> ParsedPrompt:
         """Returns a prompt with its token ids. `options` are `tokenization_kwargs`.
 
         Unless `max_tokens` is 0 it must leave room for so many tokens (None: for one). Raises ValidationError.
         """
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
-        parsed = self._processor.read_prompt(ParsedPrompt(text, ids, cache_salt), options)
+        parsed = self._processor.read_prompt(ParsedPrompt(text, ids, cache_salt, prediction=prediction or ()), options)
         if max_tokens != 0:
             self._processor.validate_room(len(parsed.token_ids or ()), max_tokens)
         return parsed
@@ -225,7 +226,8 @@ async def render_prompts(
             continue_final_message=each.continue_final_message,
             variables=each.template_variables(),
         )
-        return renderer.read_prompt(text, options, cache_salt=salt, max_tokens=max_tokens)
+        prediction = "" if each.prediction is None else each.prediction.text
+        return renderer.read_prompt(text, options, cache_salt=salt, max_tokens=max_tokens, prediction=prediction)
 
     return await exchange.convert(lambda: list(map(render, bodies)))
 

@@ -142,7 +142,26 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "reasoning_effort": "huge"}, "reasoning_effort"),
     ({"messages": HI, "continue_final_message": True}, "continue_final_message"),
     ({"messages": HI, "stream_options": {}}, "stream_options"),
+    ({"messages": HI, "prediction": {"type": "text", "content": "Hi"}}, "prediction.type"),
+    ({"messages": HI, "prediction": {"type": "content", "content": 5}}, "prediction.content"),
+    ({"messages": HI, "prediction": {"type": "content"}}, "prediction.content"),
 ]
+
+
+def test_a_prediction_changes_no_token() -> None:
+    async def test(server: Server) -> None:
+        plain = await server.answer(PATH, messages=HI, max_tokens=4, seed=1, temperature=1, n=2, logprobs=True)
+        for content in ("Hi there", [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]):
+            body = {
+                "prediction": {"type": "content", "content": content},
+                "seed": 1,
+                "temperature": 1,
+                "n": 2,
+                "logprobs": True,
+            }
+            assert (await server.answer(PATH, messages=HI, max_tokens=4, **body))["choices"] == plain["choices"]
+
+    check(test)
 
 
 def test_a_bad_field_is_named() -> None:

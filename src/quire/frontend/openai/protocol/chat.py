@@ -106,6 +106,25 @@ def check_template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
+class PredictedPart(msgspec.Struct):
+    """A part of a predicted answer."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(msgspec.Struct):
+    """Text that is expected in the answer."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[PredictedPart], Meta(max_length=4096)]
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """Body of /v1/chat/completions: a conversation to be answered."""
 
@@ -135,6 +154,9 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     return_prompt_text: bool | None = None
     """true: the answer shows the prompt that the chat template made."""
+
+    prediction: Prediction | None = None
+    """Text that is expected in the answer: drafts are made of it, where the server speculates by ngram or suffix."""
 
     tools: Tools | None = None
     """Functions the model may call."""
