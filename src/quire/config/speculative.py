@@ -19,7 +19,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import METHODS as QUANTIZATIONS
 from quire.config.quantization import WEIGHT_BITS
-from quire.config.speculators import EAGLE, EAGLE3, check_head, read_head
+from quire.config.speculators import EAGLE, EAGLE3, HEAD, check_head, read_head
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.errors import ConfigError, ModelLoadError, ValidationError, nearest
 from quire.field_bounds import FieldBound
@@ -360,7 +360,8 @@ def _num_tokens(settings: Mapping[str, Any], method: str, drafter: ModelConfig |
 
 
 def _max_model_len(settings: Mapping[str, Any], target: ModelConfig, drafter: ModelConfig | None) -> int | None:
-    longest = target.model_len if drafter is None else min(target.model_len, drafter.model_len)
+    is_model = drafter is not None and HEAD not in drafter.hf_config.raw  # a head's positions are the target's
+    longest = min(target.model_len, drafter.model_len) if drafter is not None and is_model else target.model_len
     given = settings.get("max_model_len")
     if given is not None and given > longest:
         raise ConfigError(

@@ -274,7 +274,7 @@ def test_methods_are_found_in_files(tmp_path: Path) -> None:
     found = drafting(spec_model=write(tmp_path / "h", HEAD), spec_tokens=2)
     assert found.method == "eagle3"
     assert found.model is not None
-    assert found.max_model_len == 1024
+    assert found.max_model_len == 2048
     with pytest.raises(ModelLoadError, match="the head was made for another model"):
         drafting(spec_model=write(tmp_path / "o", {**HEAD, "target_hidden_size": 99}), spec_tokens=2)
     with pytest.raises(UnsupportedModelError, match="is a speculator of type 'wild'"):

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from quire import envs
 from quire.config.engine import CacheConfig, EngineConfig
-from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, NANS
+from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, NANS, SPEC_DECODE
 from quire.frontend.metrics.collect.events import ControlOperations, IterationStats
-from quire.frontend.metrics.collect.facts import AdapterLoad, FrontendFacts, Load
-from quire.frontend.metrics.collect.ledger import RequestLedger
+from quire.frontend.metrics.collect.facts import NO_DRAFTS, AdapterLoad, FrontendFacts, Load
+from quire.frontend.metrics.collect.ledger import RequestLedger, add_counts
 from quire.frontend.metrics.collect.saturation import EngineLimits, Saturation, SaturationMeter
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
 from quire.frontend.metrics.publish.stat_loggers import (
@@ -91,6 +91,7 @@ class FrontendStats:
         self._requests = requests
         self._wall_clock = wall_clock
         self._last_step_time = 0.0
+        self._own_counts: dict[str, int] = {NO_DRAFTS: 0} if config.speculative_config.drafting is not None else {}
         self._scheduler_stats = SchedulerStats()
         self._steps: list[tuple[float, SchedulerStats]] = []
         """Steps that `_saturation` has not received, with their times on the core's clock."""
@@ -146,6 +147,8 @@ class FrontendStats:
         if step is not None:
             self._scheduler_stats = step
             self._steps.append((outputs.timestamp, step))
+            if step.spec_decoding_stats is not None and not step.spec_decoding_stats.is_enabled:
+                self._own_counts[NO_DRAFTS] = 1
             if len(self._steps) >= MAX_STEPS_KEPT:
                 self._feed_saturation()
         if step is not None or batch is not None:
@@ -211,7 +214,7 @@ class FrontendStats:
             },
             num_queued_tokens=num_queued_tokens,
             admission_rejections=dict(self._rejections),
-            core_counts={} if core is None else dict(core.counts),
+            core_counts=add_counts(self._own_counts, {} if core is None else core.counts),
             core_restarts={} if core is None else dict(core.restarts),
             is_core_ready=core is None or core.is_ready,
             oldest_arrival=oldest if num_live > len(resting) else None,
@@ -227,10 +230,11 @@ class FrontendStats:
 
 def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsSetup:
     """Returns the settings of the exporter for this engine."""
-    observability = config.observability_config
+    observability, drafting = config.observability_config, config.speculative_config.drafting
     conditions = {
         KV_SAMPLING: config.cache_config.kv_cache_metrics,
         NANS: envs.COMPUTE_NANS_IN_LOGITS.flag(),
+        SPEC_DECODE: drafting is not None,
         LEGACY_NAMES: observability.show_hidden_metrics_for_version is not None,
     }
     return MetricsSetup(
@@ -240,6 +244,7 @@ def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsS
         cache_config=cache_config_labels(config.cache_config, ready),
         custom_buckets=observability.custom_histogram_buckets,
         engines=(ready.engine_index,),
+        num_spec_tokens=0 if drafting is None else drafting.num_speculative_tokens,
     )
 
 

@@ -18,7 +18,7 @@ from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
-from quire.wire.stats import SchedulerStats
+from quire.wire.stats import SchedulerStats, SpecDecodingStats
 
 READY = EngineCoreReadyResponse(4096, 100, 16, 1584, 1.5, ("generate",))
 
@@ -177,3 +177,20 @@ def test_without_statistics_only_the_ledger_is_kept() -> None:
     s.step()
     assert (s.stats.metrics, s.stats.loggers.loggers) == (None, [])
     assert s.stats.open_iteration() is None
+
+
+def test_the_gauge_of_speculation_falls_when_the_drafter_has_failed() -> None:
+    def gauge(s: Setting) -> float:
+        assert s.stats.metrics is not None
+        return s.stats.metrics.snapshot().value("quire_spec_decode_enabled")
+
+    s = Setting(spec_method="ngram", spec_tokens=2)
+    assert gauge(s) == 1
+    s.step(spec_decoding_stats=SpecDecodingStats(2))
+    assert gauge(s) == 1
+    s.step(spec_decoding_stats=SpecDecodingStats(2, is_enabled=False))
+    s.step()
+    assert gauge(s) == 0
+    metrics = Setting().stats.metrics
+    assert metrics is not None
+    assert "spec_decode" not in metrics.exposition()

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.frontend.metrics.catalog.spec import (
     LORA,
     QUIRE,
+    SPEC_DECODE,
     InfoSpec,
     MetricSpec,
     each,
     labelled,
+    of_drafts,
     of_exchange,
     of_ledger,
     of_step,
@@ -23,11 +27,17 @@ from quire.frontend.metrics.catalog.vllm_rows import (
     LEGACY,
     OPERATIONS,
 )
+from quire.frontend.metrics.collect.facts import NO_DRAFTS
 from quire.frontend.metrics.collect.ledger import DISCARD_REASONS, FINISH_REASONS, REJECTION_REASONS
 from quire.frontend.metrics.collect.saturation import RESOURCES
 
 DROP_REASONS = ("stale", "corrupt", "repeated", "lost", "unknown")
 LIVE_STATES = ("waiting", "running", "resting")
+UNUSED_REASONS = (
+    *("ended", "aborted", "jumped", "context", "grammar", "cap", "budget", "blocks", "preempted", "invalid"),
+    "abandoned",
+)
+of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
 
 LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
@@ -189,6 +199,40 @@ LEDGER: tuple[MetricSpec, ...] = (
         kind="gauge",
         help="Prompt and output tokens per second at which compute would be used up, measured for the present mix.",
         value=lambda facts: facts.saturation.limit_tokens_per_s,
+    ),
+    of_own_drafts(
+        name="spec_decode_rejected_tokens",
+        help="Draft tokens that differ from the token drawn: draft = accepted + rejected + cut.",
+        value=lambda drafts: drafts.num_rejected_tokens,
+    ),
+    of_own_drafts(
+        name="spec_decode_cut_tokens",
+        help="Draft tokens that matched behind the end of their request.",
+        value=lambda drafts: drafts.num_cut_tokens,
+    ),
+    of_own_drafts(
+        name="spec_decode_proposed_tokens",
+        help="Tokens that the drafter proposed: proposed = draft + unused + in flight.",
+        value=lambda drafts: drafts.num_proposed_tokens,
+    ),
+    of_own_drafts(
+        name="spec_decode_unused_tokens",
+        help="Proposed tokens that were never verified, by reason.",
+        labels=("reason",),
+        known=each(UNUSED_REASONS),
+        samples=lambda drafts: labelled(drafts.num_unused_tokens),
+    ),
+    of_own_drafts(
+        name="spec_decode_draft_seconds",
+        help="Seconds that the drafter took.",
+        value=lambda drafts: drafts.draft_seconds,
+    ),
+    of_ledger(
+        name="spec_decode_enabled",
+        kind="gauge",
+        help="1 while drafts are made; 0 after the drafter has failed.",
+        value=lambda facts: float(not facts.core_counts[NO_DRAFTS]) if NO_DRAFTS in facts.core_counts else None,
+        condition=SPEC_DECODE,
     ),
     of_ledger(
         name="lora_requests",

@@ -16,6 +16,8 @@ from quire.frontend.metrics.collect.saturation import Saturation
 
 OTHER_ADAPTERS = "other"
 """Label of all adapters beyond the cap."""
+NO_DRAFTS = "speculation_off"
+"""Name of the count that is above 0 once there are no more drafts; missing without speculation."""
 MAX_ADAPTER_SERIES = 50
 """Number of adapters with series of their own. The cap keeps clients from growing the exposition without bound."""
 

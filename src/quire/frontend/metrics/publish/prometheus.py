@@ -19,7 +19,7 @@ from quire.frontend.metrics.publish.stat_loggers import StatLogger, StepReport
 from quire.frontend.metrics.publish.store import MetricsStore
 from quire.logger import init_logger
 from quire.version import __version__
-from quire.wire.stats import SchedulerStats
+from quire.wire.stats import SchedulerStats, SpecDecodingStats
 
 logger = init_logger(__name__)
 
@@ -38,6 +38,8 @@ class MetricsSetup:
     """Labels of `vllm:cache_config_info`."""
     custom_buckets: Mapping[str, Any] | None = None
     engines: Sequence[int] = (0,)
+    num_spec_tokens: int = 0
+    """Most drafts of a request in a step: the series of their positions exist from the start."""
 
 
 class PrometheusStatLogger(StatLogger):
@@ -76,6 +78,10 @@ class PrometheusStatLogger(StatLogger):
             for engine in setup.engines:
                 self._store.add_info(CACHE_CONFIG_INFO, {"engine": str(engine), **setup.cache_config})
         self._store.add_info(BUILD_INFO, {"version": __version__, "model_name": setup.model_name})
+        if setup.num_spec_tokens:
+            nothing = SpecDecodingStats(setup.num_spec_tokens, num_accepted_tokens_per_pos=[0] * setup.num_spec_tokens)
+            for engine in setup.engines:
+                self._store.record_all((nothing,), engine)
         self._exposition = Exposition()
         rows = sorted(self._store.rows + self._facts.rows, key=lambda row: self._order[row.spec.full_name])
         self._live = LiveExposition(rows)

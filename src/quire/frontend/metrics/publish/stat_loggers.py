@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import ClassVar
 
 import msgspec
@@ -233,7 +234,7 @@ class _EngineLine:
 
     def __init__(self) -> None:
         self._num_prompt_tokens = self._num_generation_tokens = self._num_preemptions = 0
-        self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._drafts: list[SpecDecodingStats] = []
         self._scheduler_stats = SchedulerStats()
         self._prefix_cache = CachingMetrics()
         self._was_busy = False
@@ -249,9 +250,8 @@ class _EngineLine:
             self._add_drafts(scheduler_stats.spec_decoding_stats)
 
     def _add_drafts(self, stats: SpecDecodingStats | None) -> None:
-        if stats is not None:
-            self._num_draft_tokens += stats.num_draft_tokens
-            self._num_accepted_tokens += stats.num_accepted_tokens
+        if stats is not None and stats.num_drafts:
+            self._drafts.append(stats)
 
     def take_line(self, elapsed_s: float) -> tuple[int, str]:
         """Returns the level and the text of the line, and resets the counts."""
@@ -267,16 +267,30 @@ class _EngineLine:
         ]
         if self._num_preemptions:
             parts.append(f"preemptions {self._num_preemptions}")
-        if self._num_draft_tokens:
-            parts.append(f"drafts accepted {100 * self._num_accepted_tokens / self._num_draft_tokens:.1f}%")
+        if self._drafts:
+            parts += _describe_drafts(self._drafts, elapsed_s)
         is_busy = bool(
             self._num_prompt_tokens or self._num_generation_tokens or stats.num_running_reqs or stats.num_waiting_reqs
         )
         level = logging.INFO if is_busy or self._was_busy else logging.DEBUG
         self._num_prompt_tokens = self._num_generation_tokens = self._num_preemptions = 0
-        self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._drafts.clear()
         self._was_busy = is_busy
         return level, ", ".join(parts)
+
+
+def _describe_drafts(steps: Sequence[SpecDecodingStats], elapsed_s: float) -> list[str]:
+    num_drafts, num_tokens, num_accepted = (
+        sum(getattr(step, name) for step in steps) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    positions = zip_longest(*(step.num_accepted_tokens_per_pos for step in steps), fillvalue=0)
+    rates = " ".join(f"{sum(counts) / num_drafts:.2f}" for counts in positions)
+    return [
+        f"drafts accepted {num_accepted / elapsed_s:.1f} of {num_tokens / elapsed_s:.1f} tokens/s "
+        f"({100 * num_accepted / num_tokens:.1f}%)",
+        f"mean acceptance length {1 + num_accepted / num_drafts:.2f}",
+        f"by position {rates}",
+    ]
 
 
 class CachingMetrics:

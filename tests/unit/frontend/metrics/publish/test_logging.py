@@ -63,14 +63,19 @@ def test_the_interval_comes_from_the_environment(
 
 
 def test_what_is_rare_is_said_when_it_happens(lines: pytest.LogCaptureFixture) -> None:
-    logger = LoggingStatLogger(Clock())
+    clock = Clock()
+    logger = LoggingStatLogger(clock)
+    clock.now += 2.0
     spec = SpecDecodingStats(4)
     spec.record(4, 3)
     logger.record(
         SchedulerStats(spec_decoding_stats=spec), IterationStats(num_preempted_reqs=2, num_generation_tokens=1)
     )
     logger.log()
-    assert lines.messages[0].endswith("preemptions 2, drafts accepted 75.0%")
+    assert lines.messages[0].endswith(
+        "preemptions 2, drafts accepted 1.5 of 2.0 tokens/s (75.0%), mean acceptance length 4.00, "
+        "by position 1.00 1.00 1.00 0.00"
+    )
 
 
 def test_engines_have_lines_of_their_own(lines: pytest.LogCaptureFixture) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.sched.drafts import Unused
 from quire.errors import ServerError
+from quire.frontend.metrics.catalog.quire_rows import UNUSED_REASONS
+from quire.frontend.metrics.catalog.spec import SPEC_DECODE
 from quire.frontend.metrics.collect.events import (
     ControlOperation,
     ControlOperations,
@@ -183,6 +186,24 @@ def test_drafts_show_themselves_when_there_are_any() -> None:
     assert seen.value("vllm:spec_decode_num_draft_tokens") == 6
     assert seen.value("vllm:spec_decode_num_accepted_tokens") == 2
     assert seen.value("vllm:spec_decode_num_accepted_tokens_per_pos", "1") == 1
+
+
+def test_with_speculation_its_series_are_there_from_the_start() -> None:
+    setup = MetricsSetup(model_name="m", conditions=frozenset({SPEC_DECODE}), num_spec_tokens=3)
+    logger = PrometheusStatLogger(setup)
+    seen = logger.snapshot()
+    for position in "012":
+        assert seen.value("vllm:spec_decode_num_accepted_tokens_per_pos", position) == 0
+    for name in ("rejected_tokens", "cut_tokens", "proposed_tokens", "draft_seconds"):
+        assert seen.value(f"quire_spec_decode_{name}") == 0
+    for reason in UNUSED_REASONS:
+        assert seen.value("quire_spec_decode_unused_tokens", reason) == 0
+    spec = SpecDecodingStats(3, num_rejected_tokens=2, num_cut_tokens=1, num_proposed_tokens=9)
+    spec.num_unused_tokens, spec.draft_seconds = {"budget": 4}, 0.5
+    logger.record(SchedulerStats(spec_decoding_stats=spec), None)
+    seen = logger.snapshot()
+    assert seen.value("quire_spec_decode_unused_tokens", "budget") == 4
+    assert seen.value("quire_spec_decode_draft_seconds") == 0.5
 
 
 # -- counted together ------------------------------------------------------------------------------------------------
@@ -368,3 +389,8 @@ def test_custom_bounds_replace_those_of_their_metric() -> None:
     seen = PrometheusStatLogger(setup).snapshot()
     assert seen.find("vllm:time_to_first_token_seconds").bounds == (1.0, 2.0)
     assert len(seen.find("vllm:request_queue_time_seconds").bounds) == 21
+
+
+def test_the_reasons_are_those_of_the_scheduler() -> None:
+    """Two lists, because the frontend does not import the engine."""
+    assert set(UNUSED_REASONS) == set(get_args(Unused))
