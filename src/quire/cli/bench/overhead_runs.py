@@ -116,7 +116,7 @@ class MeteredExecutor(FakeExecutor):
     def _finish(self, future: Any, num_tokens: int) -> None:
         """Ends a step."""
         if num_tokens:
-            output: ModelRunnerOutput = future._output
+            output: ModelRunnerOutput = future.output
             self._counts["steps"] += 1
             self._counts["tokens"] += sum(map(len, output.sampled_token_ids))
         super()._finish(future, num_tokens)
