@@ -165,11 +165,16 @@ def _pooler_config(value: Any) -> dict[str, Any]:
     return {"pooler_config": _read(value)}
 
 
+def _renamed(old: str, name: str, value: Any) -> dict[str, Any]:
+    logger.warning("--%s is the older name of --%s", old, name.replace("_", "-"))
+    return {name: value}
+
+
 _READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "task": _task,
     "override_pooler_config": _pooler_config,
     "structured_outputs_config": _structured_outputs_config,
     "guided_decoding_backend": _grammar_backend,
-    "num_speculative_tokens": lambda value: {"spec_tokens": _read(value)},
-    "speculative_model": lambda value: {"spec_model": value},
+    "num_speculative_tokens": lambda value: _renamed("num-speculative-tokens", "spec_tokens", _read(value)),
+    "speculative_model": lambda value: _renamed("speculative-model", "spec_model", value),
 }
