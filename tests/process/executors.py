@@ -103,7 +103,7 @@ class Pools(Steady):
         if self._unsampled is None:
             return under_way
         (_, digests), self._unsampled = self._unsampled, None
-        pooled = {req_id: np.array([digest % 65536], dtype=np.float32) for req_id, digest in digests.items()}
+        pooled = {req_id: np.array([digest[-1] % 65536], dtype=np.float32) for req_id, digest in digests.items()}
         req_ids = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(req_ids, [[] for _ in req_ids], pooler_output=pooled)
         return self._start(output, step.total_num_scheduled_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from quire.worker.layers.weights import Prepared, allocate
 from quire.worker.loader.load import Placement, fill_weights, find_tensors, load_model
 from quire.worker.loader.packed import WeightCache
 from quire.worker.loader.stored import Stored
-
-if TYPE_CHECKING:
-    from quire.worker.fallback.load import FallbackWeights
 
 logger = init_logger(__name__)
 
@@ -176,7 +173,8 @@ class LoadedModel(NamedTuple):
     """A model in memory."""
 
     model: nn.Module
-    weights: ModelWeights | FallbackWeights
+    weights: ModelWeights
+    """Or an object with its methods, where transformers' class runs."""
     cache: WeightCache
 
 
@@ -185,7 +183,7 @@ def load_weights(model: ModelConfig, load_config: LoadConfig, placement: Placeme
     cache = WeightCache(model, load_config)
     if model.implementation.name == TRANSFORMERS:
         logger.info("the model is run by transformers' class: %s", model.implementation.why)
-        fallback = cast("FallbackWeights", resolve(FALLBACK)(model, load_config, placement))
+        fallback = resolve(FALLBACK)(model, load_config, placement)
         return LoadedModel(fallback.model, fallback, cache)
     if model.implementation.refusal:
         raise UnsupportedModelError(model.implementation.refusal)
