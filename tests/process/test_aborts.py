@@ -57,11 +57,6 @@ async def _abort_one(engine: Engine, name: str, kind: RequestOutputKind, n: int,
 def test_every_failpoint_is_among_them() -> None:
     # no moment in the life of a request without speculation
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
-        "core.shutdown",
-        "kernels.trial",
-        "frontend.stats.record",
-        "core.step.draft",
-    ]  # no moment in the life of a request
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
 
 
