@@ -70,6 +70,9 @@ class DraftModel:
         if self._kv is not None:
             self._kv.forget(req_id)
 
+    def reset(self) -> None:
+        """Does nothing: its keys follow from the text and its own weights."""
+
     def _compute(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return self._model.compute_logits(_untapped(self._model(input_ids, positions)))
 

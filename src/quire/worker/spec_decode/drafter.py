@@ -76,6 +76,9 @@ class Drafter(Protocol):
         """Drops what it learned from any request: prefixes are no longer cached, or the weights are others."""
 
 
+DRAFTER_METHODS = ("propose", "observe", "forget", "reset")
+
+
 class ModelDrafter(Drafter, Protocol):
     """A drafter with weights, and with layers in the KV cache (`draft_kv.py`)."""
 

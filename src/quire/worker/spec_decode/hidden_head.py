@@ -79,6 +79,10 @@ class HiddenHead:
         if self._kv is not None:
             self._kv.forget(req_id)
 
+    def reset(self) -> None:
+        """Drops its entries: they are made of states of the target's weights."""
+        self._kv = None
+
     def _choose_spans(self, kv: DraftKV, step: TargetStep) -> tuple[list[Span], Ids]:
         """Returns the entries that follow from the step, without those of wrong drafts, and the step's tokens that they
         are made of."""

@@ -9,12 +9,14 @@ from itertools import islice
 
 from quire.config.engine import EngineConfig
 from quire.config.speculative import Drafting
+from quire.errors import ConfigError
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.execution import DraftTokenIds, ModelRunnerOutput
 from quire.worker.loader import Placement
 from quire.worker.model_runner import ModelRunner
 from quire.worker.spec_decode.drafter import (
+    DRAFTER_METHODS,
     Drafter,
     DrafterContext,
     DraftRow,
@@ -219,6 +221,12 @@ def make_speculation(
     lengths = AdaptiveLengths(by_depth=spec.has_kv) if drafting.adaptive else FixedLengths()
     context = DrafterContext(config, drafting, placement, runner, lengths)
     drafter = resolve(spec.factory)(context)
+    missing = [name for name in DRAFTER_METHODS if not callable(getattr(drafter, name, None))]
+    if missing:
+        raise ConfigError(
+            f"--speculative-config: {spec.factory} has no method {', '.join(missing)}; derive the class from "
+            "quire.worker.spec_decode.drafter.Drafter"
+        )
     speculation = Speculation(context, drafter, spec.reads_hidden)
     speculation.model = drafter if spec.has_kv else None
     runner.on_step = speculation.end_step

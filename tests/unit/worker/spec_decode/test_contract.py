@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from quire import LLM
+from quire.errors import ConfigError
 from quire.resolve import resolve
-from quire.worker.spec_decode.drafter import Drafter, DrafterContext, DraftRow, Proposal
+from quire.worker.spec_decode.drafter import DRAFTER_METHODS, Drafter, DrafterContext, DraftRow, Proposal
 from quire.worker.spec_decode.ngram import NgramDrafter
 from quire.worker.spec_decode.registry import DRAFTERS, find_drafter
 from quire.worker.spec_decode.speculation import Speculation
@@ -110,3 +112,25 @@ def test_drafts_end_with_the_context(prompt_len: int, fields: dict[str, int], ex
 
 def test_a_class_of_the_users_own_is_named_with_a_colon_or_a_dot() -> None:
     assert find_drafter("custom_class", "a.b.C").factory == find_drafter("custom_class", "a.b:C").factory == "a.b:C"
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_every_drafter_has_all_methods(method: str) -> None:
+    drafter = resolve(DRAFTERS[method].factory)
+    assert [name for name in DRAFTER_METHODS if not callable(getattr(drafter, name, None))] == []
+
+
+def test_a_class_without_a_method_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error at the first reset would switch speculation off, hours later."""
+    monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
+    with pytest.raises(ConfigError, match="HalfADrafter has no method forget, reset; derive the class from"):
+        LLM(
+            "demo",
+            max_model_len=64,
+            speculative_config={"model": f"{__name__}:HalfADrafter", "num_speculative_tokens": 2},
+        )
+
+
+class HalfADrafter:
+    def __init__(self, context: DrafterContext) -> None:
+        self.propose = self.observe = print
