@@ -105,6 +105,24 @@ def test_probabilities_by_pointer_and_by_keyboard(window: Window) -> None:
     window.check()
 
 
+def test_probabilities_by_touch(browser: Any, server: ServerProcess) -> None:
+    """A tap shows the alternatives until the next one, somewhere else."""
+    window = Window(browser, server.url, viewport=PHONE, has_touch=True, is_mobile=True)
+    page = window.open("/ui")
+    page.tap("#settings-button")
+    page.locator("#logprobs").tap()
+    page.locator("#settings .close").tap()
+    page.fill("#prompt", "What is a quire?")
+    page.tap("#send")
+    wait_for_answer(page).locator(".token").nth(2).tap()
+    card = page.locator("#token-card")
+    card.locator("tr").nth(4).wait_for()
+    page.locator(".message.user .text").tap()
+    card.wait_for(state="hidden")
+    window.check()
+    window.context.close()
+
+
 def test_text_is_never_markup(window: Window) -> None:
     """The model is made to write a script; the user writes one, too."""
     page = window.open("/ui")

@@ -292,6 +292,90 @@ def test_conversations_are_listed_kept_renamed_exported_and_deleted(window: Wind
     window.check()
 
 
+def test_on_a_phone_conversations_are_renamed_exported_and_deleted(phone: Window) -> None:
+    """The list is a modal sheet there: nothing outside it can be tapped, and after a deletion it stays open."""
+    page = phone.open("/ui")
+    answer_with(page, stream("**Paris**."))
+    page.fill("#prompt", "France?")
+    page.tap("#send")
+    wait_for_answer(page)
+    page.tap("#history-button")
+
+    def act_by_touch(title: str, action: str) -> None:
+        page.get_by_role("button", name=f"Actions for {title}").tap()
+        page.get_by_role("button", name=action, exact=True).tap()
+
+    act_by_touch("France?", "Rename")
+    page.wait_for_function("() => document.activeElement.matches('#conversations input')")
+    page.keyboard.type("Capitals")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Capitals").wait_for()
+    with page.expect_download() as download:
+        act_by_touch("Capitals", "Export as Markdown")
+    assert download.value.suggested_filename == "Capitals.md"
+    act_by_touch("Capitals", "Delete")
+    page.get_by_text("is deleted").wait_for()
+    page.wait_for_selector(".empty")
+    page.get_by_role("button", name="Undo").tap()
+    page.get_by_role("link", name="Capitals").tap()
+    assert text_of(wait_for_answer(page)) == "Paris."
+    phone.check()
+
+
+def test_after_a_deletion_the_focus_is_on_undo(window: Window) -> None:
+    page = window.open("/ui")
+    answer_with(page, stream("Oslo."))
+    ask(page, "Norway?")
+    wait_for_answer(page)
+    act(page, "Norway?", "Delete")
+    page.get_by_text("is deleted").wait_for()
+    page.wait_for_selector(".empty")
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Norway?").wait_for()
+    window.check()
+
+
+def test_a_conversation_is_named_after_its_first_message(window: Window) -> None:
+    """Also when that is edited, but not when the conversation was given another name."""
+    page = window.open("/ui")
+    answer_with(page, stream("Yes."))
+    ask(page, "France?")
+    wait_for_answer(page)
+    for title, typed in (("Norway?", "Norway?"), ("Capitals", "Sweden?")):
+        if title == "Capitals":
+            act(page, "Norway?", "Rename")
+            page.wait_for_function("() => document.activeElement.matches('#conversations input')")
+            page.keyboard.type(title)
+            page.keyboard.press("Enter")
+            page.get_by_role("link", name=title).wait_for()
+        page.locator(".message.user").hover()
+        page.get_by_role("button", name="Edit and send again").click()
+        page.locator(".editing textarea").fill(typed)
+        page.keyboard.press("Enter")
+        wait_for_answer(page)
+        page.get_by_role("link", name=title).wait_for()
+    window.check()
+
+
+def test_reasoning_is_markdown_too(window: Window) -> None:
+    window.context.add_init_script(FEED)
+    page = window.open("/ui")
+    ask(page, "Think.")
+    page.wait_for_function("() => window.feed")
+    page.evaluate("for (const part of ['I *th', 'ink*.\\n\\n- one\\n', '- two <b>']) window.feed({ reasoning: part })")
+    page.click(".reasoning summary")
+    page.evaluate("window.feed({ content: 'So.' }); window.finish()")
+    answer = wait_for_answer(page)
+    assert answer.locator(".reasoning em").inner_text() == "think"
+    assert answer.locator(".reasoning li").all_inner_texts() == ["one", "two <b>"]
+    page.reload()
+    answer = wait_for_answer(page)
+    assert answer.locator(".reasoning em").text_content() == "think"
+    assert text_of(answer) == "So."
+    window.check()
+
+
 def test_an_answer_goes_on_while_another_conversation_is_shown(window: Window) -> None:
     window.context.add_init_script(FEED)
     page = window.open("/ui")

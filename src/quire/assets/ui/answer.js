@@ -36,9 +36,9 @@ export class Answer {
     this.frame = null;
     this.markdown = new Markdown(onBlock);
     this.textNode = this.markdown.node;
-    this.reasoningNode = el("p", { class: "text" });
+    this.thoughts = new Markdown();
     this.reasoningTitle = el("summary", {}, "Thinking…");
-    this.reasoningBox = el("details", { class: "reasoning", hidden: true }, this.reasoningTitle, this.reasoningNode);
+    this.reasoningBox = el("details", { class: "reasoning", hidden: true }, this.reasoningTitle);
     this.callsNode = el("div");
     this.stats = el("p", { class: "stats" }, "Waiting for the first token…");
     this.node = el("article", { class: "message assistant writing", "aria-label": "Answer" },
@@ -93,7 +93,8 @@ export class Answer {
     this.frame = null;
     this.markdown?.draw(this.content);
     this.reasoningBox.hidden = !this.reasoning;
-    if (this.reasoning.startsWith(this.reasoningNode.textContent)) this.reasoningNode.append(this.reasoning.slice(this.reasoningNode.textContent.length));
+    if (this.thoughts.text !== this.reasoning) this.thoughts.draw(this.reasoning);
+    if (this.reasoning && !this.thoughts.node.parentNode) this.reasoningBox.append(this.thoughts.node);
     this.#showStats();
   }
 
@@ -129,7 +130,7 @@ export class Answer {
     node.style.setProperty("--doubt", `${Math.round(70 * (1 - probability))}%`);
     const token = { ...entry, probability, node, index: this.tokens.length };
     node.addEventListener("pointerenter", () => this.#point(token));
-    node.addEventListener("pointerleave", () => hideCard());
+    node.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hideCard(); }); // a finger is gone at once
     this.tokens.push(token);
     this.textNode.append(node);
   }
@@ -216,6 +217,7 @@ export class Answer {
     if (stopped) this.reason = "stopped";
     if (this.bytes.length) this.textNode.append(this.decoder.decode(Uint8Array.from(this.bytes.splice(0)))); // part of a token
     this.#draw();
+    this.thoughts.close();
     if (this.markdown) this.markdown.close();
     else this.onBlock?.(this.textNode);
     if (!stopped && !failed) this.#askForResults();

@@ -2,7 +2,7 @@
 
 import { hideCard } from "./answer.js";
 import { call, keyProblem, offer, wireKey } from "./api.js";
-import { byId, count, el, setText, wireTheme } from "./dom.js";
+import { byId, count, el, plural, setText, wireTheme } from "./dom.js";
 import { Drawer, isNarrow } from "./drawer.js";
 import { History } from "./history.js";
 import { copyFrom } from "./icons.js";
@@ -58,7 +58,7 @@ const page = {
   speak(thread, node) {
     if (thread !== current) return;
     const code = node.matches("figure.code") ? node.querySelector("code").textContent : null;
-    const spoken = el("p", {}, code === null ? node.textContent : `A block of code of ${code.split("\n").length} lines.`);
+    const spoken = el("p", {}, code === null ? node.textContent : `A block of code of ${plural(code.split("\n").length, "line")}.`);
     byId("spoken").append(spoken);
     setTimeout(() => spoken.remove(), SPOKEN_MS);
   },
@@ -82,8 +82,10 @@ const historyList = new History({
     const thread = threads.get(record.id) ?? (current.record.id === record.id ? current : null);
     if (thread) thread.record.isDeleted = isDeleted;
     if (isDeleted) thread?.stop();
-    if (isDeleted && thread === current) location.hash = "";
-    historyList.show();
+    if (isDeleted && thread === current) {
+      history.replaceState(null, "", location.pathname);
+      open("", { keepsFocus: true }); // it is on the button that brings the conversation back
+    } else historyList.show();
   },
 });
 const historyDrawer = new Drawer("history", { startsOpen: true });
@@ -126,8 +128,8 @@ function disableInput() {
   for (const node of document.querySelectorAll(".empty button, #prompt, #send")) node.disabled = true;
 }
 
-/** Shows a conversation; a new one without an id. */
-async function open(id) {
+/** Shows a conversation; a new one without an id. The focus goes to the message box, and a sheet is closed. */
+async function open(id, { keepsFocus = false } = {}) {
   const live = threads.get(id);
   const record = live?.record ?? (id ? await get(id) : null);
   if (id !== location.hash.slice(1)) return; // another one was chosen meanwhile
@@ -143,6 +145,7 @@ async function open(id) {
   setText(byId("status"), "");
   setText(byId("context"), "");
   historyList.show(current.record.id);
+  if (keepsFocus) return;
   if (isNarrow()) historyDrawer.close();
   if (!isTouch) byId("prompt").focus();
 }
@@ -255,6 +258,7 @@ byId("messages").addEventListener("click", ({ target }) => {
   if (code) copyFrom(code, code.closest("figure").querySelector("code").textContent);
   if (whole) copyFrom(whole, [...current.nodes].findLast(([message, node]) => message.role !== "tool" && node.contains(whole))[0].content);
 });
+document.addEventListener("pointerdown", ({ target }) => { if (!target.closest?.(".token")) hideCard(); });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.defaultPrevented) return;
   hideCard();

@@ -58,7 +58,7 @@ export class History {
 
   #row(record) {
     const link = el("a", { href: `#${record.id}`, "aria-current": record.id === this.current ? "true" : null },
-      el("span", { class: "title" }, record.title), el("span", { class: "hint" }, since(record.updated)));
+      el("span", { class: "title", title: record.title }, record.title), el("span", { class: "hint" }, since(record.updated)));
     const button = iconButton("more", `Actions for ${record.title}`, { "aria-haspopup": "menu", onclick: () => this.#openMenu(record, button) });
     return el("li", {}, link, button);
   }

@@ -11,6 +11,7 @@ const FORM = ["role", "content", "tool_calls", "tool_call_id"]; // what the API 
 /** With a call also the reasoning before it: the model goes on from there once it has the result. */
 const sentForm = (message) => Object.fromEntries(Object.entries(message).filter(([key]) => FORM.includes(key) || (key === "reasoning" && message.tool_calls)));
 
+const titleOf = (message) => message.content.trim().split("\n")[0].slice(0, TITLE_LENGTH);
 export const newRecord = () => ({ id: "", title: "", created: Date.now(), updated: 0, model: "", settings: {}, messages: [], firstKept: 0 });
 const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
@@ -44,7 +45,9 @@ export class Thread {
   /** Replaces a message of the user's, and all that came after it. */
   resend(message, text) {
     if (this.running) return;
-    this.#cut(this.messages.indexOf(message));
+    const index = this.messages.indexOf(message);
+    if (index === 0 && this.record.title === titleOf(message)) this.record.title = ""; // nobody has named it otherwise
+    this.#cut(index);
     this.send(text);
   }
 
@@ -75,7 +78,7 @@ export class Thread {
   #add(message) {
     const { record } = this;
     record.id ||= newId();
-    record.title ||= message.content.trim().split("\n")[0].slice(0, TITLE_LENGTH);
+    record.title ||= titleOf(message);
     record.model = this.page.model;
     record.settings = this.page.settings.values;
     this.messages.push(message);
