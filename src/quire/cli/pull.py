@@ -38,7 +38,8 @@ def run(args: Arguments) -> int:
     """Downloads the model and prints its directory; without a model, prints some. Raises ConfigError."""
     model, revision, directory = args["model"], args["revision"], args["download_dir"]
     if model is None:
-        print(f"{SUGGESTIONS}\n{format_suggestions()}\nquire info OWNER/NAME tells more of one before it is fetched")
+        more = "quire pull OWNER/NAME downloads one; quire info OWNER/NAME tells more of it before"
+        print(f"{SUGGESTIONS}\n{format_suggestions()}\n{more}")
         return 0
     if not is_hub_id(model) or Path(model).exists():
         raise ConfigError(f"quire pull takes a hub id, which looks like owner/name; got {model!r}")
@@ -91,6 +92,8 @@ def rm_command_line() -> CommandLine:
 
 def rm_run(args: Arguments) -> int:
     """Deletes the model and prints the space that is free again. Raises ConfigError."""
-    freed = delete_model(str(args["model"]), args["download_dir"])
+    if args["model"] is None:
+        raise ConfigError("quire rm needs the name of a model, as in quire rm OWNER/NAME; quire list shows them")
+    freed = delete_model(args["model"], args["download_dir"])
     print(f"deleted {args['model']}, {human_bytes(freed)}")
     return 0

@@ -250,6 +250,7 @@ def _worded_errors(model: str, revision: str | None, token: str | None, director
 def _nearest(model: str, token: str | None) -> str:
     """Returns a question with the name that was probably meant, or advice."""
     import huggingface_hub
+    from huggingface_hub import constants
 
     word = model.rsplit("/", 1)[-1]
     names = [suggested.name for suggested in SUGGESTED]
@@ -259,7 +260,9 @@ def _nearest(model: str, token: str | None) -> str:
         logger.debug("the hub's search for %s failed", word, exc_info=True)
     by_word = {name.rsplit("/", 1)[-1].lower(): name for name in reversed(names)}
     near = difflib.get_close_matches(word.lower(), by_word, n=1)
-    return f"did you mean {by_word[near[0]]}?" if near else _fetch_advice(model)
+    if near or "/" not in model:
+        return f"did you mean {by_word[near[0]]}?" if near else _fetch_advice(model)
+    return f"{constants.ENDPOINT}/models has a search; or give the path of a downloaded checkpoint"
 
 
 def _fetch_advice(model: str) -> str:

@@ -194,6 +194,8 @@ def test_pull_list_and_rm(hub: Hub, quire: Any) -> None:
     gone = quire("rm", "o/n")
     assert gone.returncode == 2
     assert "is not in" in gone.stderr
+    unnamed = quire("rm")
+    assert (unnamed.returncode, "quire rm OWNER/NAME; quire list shows them" in unnamed.stderr) == (2, True)
 
 
 def test_a_download_that_broke_off_is_resumed(hub: Hub, quire: Any) -> None:
@@ -238,6 +240,7 @@ def test_what_cannot_be_pulled(hub: Hub, quire: Any) -> None:
             "the hub has no model o/nn, or shows it only to those with a token (HF_TOKEN=hf_...); did you mean o/n?",
         ),
         ("Qwen/qwen3-0.6", "did you mean Qwen/Qwen3-0.6B?"),
+        ("o/unlike-any-other", f"(HF_TOKEN=hf_...); {hub.url}/models has a search; or give the path of a downloaded"),
         ("o/gated", f"o/gated is gated: accept its terms at {hub.url}/o/gated"),
         ("../x", "takes a hub id"),
     ):
