@@ -18,7 +18,10 @@ INT64_MAX = 2**63 - 1
 
 
 class NamedFields(msgspec.StructMeta):
-    """Makes Structs whose constructor raises UnknownArgumentError, a TypeError, for a name that is no field's."""
+    """Makes Structs whose constructor raises UnknownArgumentError, a TypeError, for a name that is no field's.
+
+    A Struct's `OLDER_NAMES` holds names of fields in earlier versions of vLLM, which are taken as the present ones.
+    """
 
     if not TYPE_CHECKING:  # type checkers read the fields
 
@@ -29,6 +32,9 @@ class NamedFields(msgspec.StructMeta):
                 name = next((name for name in fields if name not in cls.__struct_fields__), None)
                 if name is None:
                     raise
+                newer = getattr(cls, "OLDER_NAMES", {}).get(name)
+                if newer is not None and newer not in fields:
+                    return cls(*args, **{newer if key == name else key: value for key, value in fields.items()})
                 hint = nearest(name, cls.__struct_fields__, f"help({cls.__name__}) lists its fields")
                 raise UnknownArgumentError(f"{cls.__name__} has no field {name!r}; {hint}") from None
 

@@ -12,7 +12,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -121,6 +121,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
 
     Raises ValidationError (a ValueError) naming the field when a value is outside its bound.
     """
+
+    OLDER_NAMES: ClassVar[Mapping[str, str]] = {"guided_decoding": "structured_outputs"}
 
     n: int = 1
     """Number of outputs to generate for the prompt."""

@@ -36,7 +36,10 @@ def test_names_that_vllm_had_earlier_are_there() -> None:
     from quire.sampling_params import BeamSearchParams, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
     assert GuidedDecodingParams is StructuredOutputsParams
-    assert SamplingParams(structured_outputs=GuidedDecodingParams(choice=["a"])).structured_outputs is not None
+    guided = GuidedDecodingParams(choice=["a"])
+    assert SamplingParams(structured_outputs=guided) == SamplingParams(n=1, guided_decoding=guided)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no field 'guided_decoding'"):
+        SamplingParams(guided_decoding=guided, structured_outputs=guided)  # type: ignore[call-arg]
     assert BeamSearchParams(beam_width=2, max_tokens=3).beam_width == 2
 
 

@@ -9,5 +9,5 @@ parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
 llm = LLM(parser.parse_args().model, guided_decoding_backend="xgrammar", swap_space=4, disable_log_requests=True)
 
 choice = GuidedDecodingParams(choice=["Positive", "Negative"])
-params = SamplingParams(structured_outputs=choice)
+params = SamplingParams(guided_decoding=choice)
 print(llm.generate("Classify this sentiment: Quire is wonderful!", sampling_params=params)[0].outputs[0].text)
