@@ -45,7 +45,7 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("serve", "quire.cli.serve:", "Serve a model over HTTP: OpenAI's and vLLM's API."),
+    Command("serve", "quire.cli.serve:", "Serve a model: OpenAI's, Anthropic's, Ollama's API."),
     Command("complete", "quire.cli.complete:", "Continue one or more prompts."),
     Command("chat", "quire.cli.chat:", "Talk to a model in the terminal."),
     Command("batch", "quire.cli.batch:", "Run a file of OpenAI batch requests; resumable."),

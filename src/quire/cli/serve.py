@@ -38,7 +38,7 @@ def command_line() -> CommandLine:
     names = {option.name for option in options}
     return CommandLine(
         "quire serve",
-        "Serve a model over HTTP, with OpenAI's and vLLM's API. Ctrl-C or SIGTERM ends it.",
+        "Serve a model over HTTP, with OpenAI's, vLLM's, Anthropic's and Ollama's API. Ctrl-C or SIGTERM ends it.",
         options,
         Positional("model_name", "The model, as in --model. A hub id is fetched first; quire pull lists small ones."),
         "Flags of `vllm serve` that are not listed are accepted, too: docs/compat.md lists their effect.",
