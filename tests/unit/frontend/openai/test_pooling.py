@@ -85,6 +85,21 @@ def test_embeddings_in_every_form(serve: Serve) -> None:
     serve("embed", test)
 
 
+def test_ollamas_routes_give_the_same_embeddings(serve: Serve) -> None:
+    async def test(server: Server) -> None:
+        same = (await server.answer("/v1/embeddings", input=TEXTS))["data"]
+        answer = await server.answer("/api/embed", model="tiny", input=TEXTS)
+        np.testing.assert_allclose(answer["embeddings"], [d["embedding"] for d in same], atol=1e-6)
+        assert (answer["model"], answer["prompt_eval_count"] > 3) == ("tiny", True)
+        (one,) = (await server.answer("/api/embed", model="tiny", input=TEXTS[0], dimensions=8))["embeddings"]
+        assert len(one) == 8
+        older = await server.answer("/api/embeddings", model="tiny", prompt=TEXTS[0])
+        np.testing.assert_allclose(older["embedding"], same[0]["embedding"], atol=1e-6)
+        assert (await server.answer("/api/embed", model="tiny", input=[]))["embeddings"] == []
+
+    serve("embed", test)
+
+
 def test_openais_client_reads_them(serve: Serve) -> None:
     """The client asks for base64 by default."""
 

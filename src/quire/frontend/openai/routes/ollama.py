@@ -196,7 +196,7 @@ async def _embed(exchange: Exchange, body: OllamaEmbedBody) -> tuple[list[Any], 
     """Returns (the embeddings of a body's texts, the number of their tokens)."""
     asked = body.as_embedding()
     outputs = await pool_texts(exchange, asked, body.texts, asked.params("embed"))
-    return [output.outputs.data for output in outputs], sum(len(output.prompt_token_ids) for output in outputs)
+    return [output.outputs.data.tolist() for output in outputs], sum(len(output.prompt_token_ids) for output in outputs)
 
 
 async def list_models(exchange: Exchange) -> Response:
