@@ -118,6 +118,9 @@ LOADING_PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark">
 <title>Loading · Quire</title>
+<style>body { font: 1.05rem/1.5 system-ui, sans-serif; display: grid; place-content: center; min-height: 90vh;
+margin: 1rem; text-align: center } h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere }
+p { opacity: .75 }</style>
 <h1>Quire is loading MODEL</h1>
 <p role="status">This page opens by itself as soon as the model is ready.
 """
