@@ -333,6 +333,7 @@ def test_after_a_deletion_the_focus_is_on_undo(window: Window) -> None:
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
     page.keyboard.press("Enter")
     page.get_by_role("link", name="Norway?").wait_for()
+    page.wait_for_function("() => document.activeElement.matches('#conversations a')")
     window.check()
 
 
@@ -544,6 +545,19 @@ def test_on_a_phone_the_composer_stays_in_reach(phone: Window) -> None:
     phone.check()
 
 
+def test_an_empty_page_begins_at_its_top(browser: Any, server: ServerProcess) -> None:
+    """Also where it is higher than the window, as on a phone that lies on its side."""
+    window = Window(browser, server.url, viewport={"width": 640, "height": 360}, has_touch=True, is_mobile=True)
+    page = window.open("/ui")
+    page.wait_for_function("() => document.getElementById('model').textContent")
+    assert page.evaluate(
+        "document.getElementById('messages').scrollHeight > document.getElementById('messages').clientHeight"
+    )
+    assert is_in_sight(page, ".empty h2")
+    assert page.locator("#down").is_hidden()
+    window.context.close()
+
+
 def test_with_the_keyboard_alone(window: Window) -> None:
     window.context.add_init_script(FEED)
     page = window.open("/ui")
@@ -556,6 +570,11 @@ def test_with_the_keyboard_alone(window: Window) -> None:
     feed(page, "Never ")
     page.keyboard.press("Escape")
     assert "stopped" in wait_for_answer(page).locator(".stats").inner_text()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")  # the message again, from a box that is gone then
+    page.wait_for_function("() => document.activeElement.id === 'prompt'")
+    page.keyboard.press("Escape")
+    wait_for_answer(page)
     page.keyboard.press("Shift+Tab")  # from the box to the button before it, and on
     order = []
     for _ in range(4):

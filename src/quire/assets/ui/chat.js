@@ -35,6 +35,7 @@ const page = {
     history.replaceState(null, "", `#${thread.record.id}`);
     follows = true;
     showRunning();
+    if (!isTouch && document.activeElement === document.body) byId("prompt").focus(); // what was used is gone
     setText(byId("status"), "The model is writing.");
   },
   async ended(thread, reply, problem) {
@@ -194,7 +195,7 @@ async function measure(reply) {
 
 const isAtEnd = () => byId("messages").scrollHeight - byId("messages").scrollTop - byId("messages").clientHeight < 60;
 function scrollDown() {
-  byId("messages").scrollTop = byId("messages").scrollHeight;
+  byId("messages").scrollTop = current.messages.length ? byId("messages").scrollHeight : 0; // an empty page begins at its top
 }
 
 function newConversation() {
@@ -267,11 +268,11 @@ document.addEventListener("keydown", (event) => {
 byId("messages").addEventListener("scroll", () => {
   hideCard();
   follows = isAtEnd();
-  byId("down").hidden = follows;
+  byId("down").hidden = follows || !current.messages.length;
 });
 new ResizeObserver(() => {
   if (follows && current?.running) scrollDown();
-  else byId("down").hidden = isAtEnd();
+  else byId("down").hidden = isAtEnd() || !current?.messages.length;
 }).observe(byId("shown"));
 visualViewport.addEventListener("resize", fitScreen);
 addEventListener("hashchange", () => open(location.hash.slice(1)));
@@ -280,8 +281,8 @@ onChange(async (id) => {
   else historyList.show();
 });
 
-fitScreen();
 current = new Thread(newRecord(), page); // somebody may type before the storage answers
+fitScreen();
 loadModel();
 const latest = location.hash.slice(1) ? null : (await list())[0];
 if (!current.messages.length) {

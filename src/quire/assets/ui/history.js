@@ -121,6 +121,8 @@ export class History {
       await put(record);
       this.onRemove(record, false);
       byId("history-note").replaceChildren();
+      await this.show();
+      this.#linkOf(record)?.focus();
     } }, icon("again"), "Undo");
     byId("history-note").replaceChildren(el("span", {}, `“${record.title}” is deleted.`), undo);
     undo.focus();
