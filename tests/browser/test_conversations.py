@@ -570,11 +570,6 @@ def test_with_the_keyboard_alone(window: Window) -> None:
     feed(page, "Never ")
     page.keyboard.press("Escape")
     assert "stopped" in wait_for_answer(page).locator(".stats").inner_text()
-    page.keyboard.press("ArrowUp")
-    page.keyboard.press("Enter")  # the message again, from a box that is gone then
-    page.wait_for_function("() => document.activeElement.id === 'prompt'")
-    page.keyboard.press("Escape")
-    wait_for_answer(page)
     page.keyboard.press("Shift+Tab")  # from the box to the button before it, and on
     order = []
     for _ in range(4):
@@ -590,6 +585,11 @@ def test_with_the_keyboard_alone(window: Window) -> None:
     page.wait_for_selector("#settings[open]")
     page.locator("#settings .close").press("Enter")
     assert page.evaluate("document.activeElement.id") == "settings-button"
+    page.focus("#prompt")
+    page.keyboard.press("ArrowUp")
+    page.wait_for_selector(".editing")
+    page.keyboard.press("Enter")  # the message again, from a box that is gone then
+    page.wait_for_function("() => document.activeElement.id === 'prompt'")
     window.check()
 
 

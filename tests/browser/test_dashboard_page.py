@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.process.serving import ServerProcess, serving
 
-from .conftest import FLAGS, KEY, Window
+from .conftest import FLAGS, KEY, PHONE, Window
 
 pytestmark = pytest.mark.browser
 
@@ -55,6 +55,26 @@ def load_on(url: str, *, at_once: int = 14) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def test_a_finger_points_too(browser: Any, server: ServerProcess) -> None:
+    """What is tapped stays chosen, although a finger is gone at once, until something else is tapped."""
+    window = Window(browser, server.url, viewport=PHONE, has_touch=True, is_mobile=True)
+    page = window.open("/ui/dashboard")
+    with load_on(server.url, at_once=2):
+        wait_for_tile(page, "running", "^[12]of 8")
+    for canvas, detail, words in (("#map", "#map-detail", "^Block "), ("#charts canvas", "#charts .hint", "ago")):
+        box = page.locator(canvas).first
+        assert not re.search(words, page.locator(detail).first.inner_text())
+        box.tap(position={"x": box.bounding_box()["width"] - 9 if "charts" in canvas else 25, "y": 8})
+        page.wait_for_function(
+            "([at, words]) => new RegExp(words).test(document.querySelector(at).textContent)", arg=[detail, words]
+        )
+        page.locator("h2").first.tap()
+        page.wait_for_function(
+            "([at, words]) => !new RegExp(words).test(document.querySelector(at).textContent)", arg=[detail, words]
+        )
+    window.context.close()
 
 
 LOADING = {"error": {"message": "the server is loading demo; come again"}}

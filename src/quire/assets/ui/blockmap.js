@@ -1,6 +1,6 @@
 // The map of the KV cache: a square per block, in the colour of the request that holds it.
 
-import { colour, count, el, onTheme, percent, plural, prepare, setText, swatch } from "./dom.js";
+import { colour, count, el, followPointer, onTheme, percent, plural, prepare, setText, swatch } from "./dom.js";
 import { light, litKey, onLit, ownerColour } from "./palette.js";
 
 const MAX_HEIGHT = 320, LARGEST = 18, SMALLEST = 4;
@@ -27,9 +27,7 @@ export class BlockMap {
       bar.append(part);
       return part;
     });
-    canvas.addEventListener("pointermove", (event) => this.choose(this.#indexAt(event.offsetX, event.offsetY)));
-    canvas.addEventListener("pointerleave", () => this.choose(null));
-    canvas.addEventListener("blur", () => this.choose(null));
+    followPointer(canvas, (event) => this.choose(this.#indexAt(event.offsetX, event.offsetY)), () => this.choose(null));
     canvas.addEventListener("keydown", (event) => this.#onKey(event));
     new ResizeObserver(() => this.draw()).observe(canvas);
     onTheme(() => this.draw());
@@ -79,7 +77,7 @@ export class BlockMap {
 
   #hint() {
     const drawn = this.stride > 1 ? ` Of this large cache every ${this.stride}th block is drawn.` : "";
-    return `Point at a block, or move with the arrow keys.${drawn}`;
+    return `Point at a block or tap it, or move with the arrow keys.${drawn}`;
   }
 
   choose(index) {

@@ -1,6 +1,6 @@
 // A line chart of the last two minutes: a canvas, axes with units, and a legend with values.
 
-import { colour, el, onTheme, prepare, setText, swatch } from "./dom.js";
+import { colour, el, followPointer, onTheme, prepare, setText, swatch } from "./dom.js";
 
 export const SPAN_S = 120;
 const GAP_S = 15, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 20;
@@ -34,9 +34,7 @@ export class LineChart {
         ...lines.map((line, i) => el("li", {}, swatch(line.variable, line.dashed ? "dash" : "line"), line.label, this.values[i])),
         el("li", {}, this.when)),
       this.canvas));
-    this.canvas.addEventListener("pointermove", (event) => this.choose(this.nearest(event.offsetX)));
-    this.canvas.addEventListener("pointerleave", () => this.choose(null));
-    this.canvas.addEventListener("blur", () => this.choose(null));
+    followPointer(this.canvas, (event) => this.choose(this.nearest(event.offsetX)), () => this.choose(null));
     this.canvas.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (!step || !this.points.length) return;

@@ -108,6 +108,16 @@ export function prepare(canvas, height) {
   return { context, width, height: tall };
 }
 
+/** Calls `point` with each event of the pointer over a canvas, and `leave` once it is gone. A finger is gone at once: what it
+ * has touched stays until something else is touched. */
+export function followPointer(canvas, point, leave) {
+  canvas.addEventListener("pointerdown", point);
+  canvas.addEventListener("pointermove", point);
+  canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") leave(); });
+  canvas.addEventListener("blur", leave);
+  document.addEventListener("pointerdown", ({ target }) => { if (target !== canvas) leave(); });
+}
+
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const count = (value) => plain.format(value);
 export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;

@@ -1,6 +1,6 @@
 // Requests over time: a bar each, from arrival to end, in lanes. A bar stays until it leaves the window.
 
-import { colour, count, duration, el, onTheme, plural, prepare, setText, swatch } from "./dom.js";
+import { colour, count, duration, el, followPointer, onTheme, plural, prepare, setText, swatch } from "./dom.js";
 import { light, litKey, onLit, ownerColour } from "./palette.js";
 
 export const WINDOW_S = 60;
@@ -15,9 +15,7 @@ export class Timeline {
     this.lanes = MIN_LANES;
     for (const [label, variable] of [["Waits", "--waiting"], ["Prompt is read", "--prompt"], ["Answer is written", "--writing"],
       ["Ended early", "--danger"]]) legend.append(el("li", {}, swatch(variable), label));
-    canvas.addEventListener("pointermove", (event) => this.choose(this.#barAt(event.offsetX, event.offsetY)));
-    canvas.addEventListener("pointerleave", () => this.choose(null));
-    canvas.addEventListener("blur", () => this.choose(null));
+    followPointer(canvas, (event) => this.choose(this.#barAt(event.offsetX, event.offsetY)), () => this.choose(null));
     canvas.addEventListener("keydown", (event) => this.#onKey(event));
     new ResizeObserver(() => this.draw()).observe(canvas);
     onTheme(() => this.draw());
@@ -94,7 +92,7 @@ export class Timeline {
 
   #hint() {
     const more = this.hidden ? ` ${plural(this.hidden, "request")} found no room in the picture.` : "";
-    return `Point at a bar, or move with the arrow keys.${more}`;
+    return `Point at a bar or tap it, or move with the arrow keys.${more}`;
   }
 
   /** Height of a lane in pixels. */
