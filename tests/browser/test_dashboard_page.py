@@ -58,7 +58,7 @@ def load_on(url: str, *, at_once: int = 14) -> Iterator[None]:
 
 
 def test_a_finger_points_too(browser: Any, server: ServerProcess) -> None:
-    """What is tapped stays chosen, although a finger is gone at once, until something else is tapped."""
+    """A tap chooses a block, or a point of a chart, until something else is tapped."""
     window = Window(browser, server.url, viewport=PHONE, has_touch=True, is_mobile=True)
     page = window.open("/ui/dashboard")
     with load_on(server.url, at_once=2):
