@@ -50,6 +50,27 @@ class RequestStateStats:
     """A NaN was seen in its logits."""
 
 
+class RequestSpecDecodeMetrics(msgspec.Struct, gc=False, omit_defaults=True):
+    """Speculation of one sequence, with the fields of vLLM's `metrics.speculative_decoding`. A step counts if it
+    verified drafts of the sequence."""
+
+    mean_acceptance_length: float
+    """Tokens per step: 1 and the accepted drafts."""
+    draft_acceptance_rate: float
+    """Accepted by verified draft tokens, 0..1; 0 without any."""
+    acceptance_histogram: list[int]
+    """Number of steps that accepted 0, 1, … num_spec_tokens drafts."""
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    """Accepted means kept: equal to the token drawn, and not behind a stop that the engine core found."""
+    num_draft_tokens: int
+    num_spec_tokens: int
+    """Most drafts in a step."""
+    per_step_accepted: list[int] | None = None
+    """Accepted drafts of each step; None unless --per-request-spec-decode-metrics is detailed."""
+    per_step_drafted: list[int] | None = None
+
+
 class CompletionOutput(msgspec.Struct, gc=False):
     """One generated sequence of a request. `finish_reason` is None while it is still growing."""
 
@@ -65,6 +86,12 @@ class CompletionOutput(msgspec.Struct, gc=False):
     """Cause and remedy when `finish_reason` is "error"."""
     error_type: str = ""
     """Name of a class in `quire.errors`, where it is not GenerationError."""
+    spec_decode_metrics: RequestSpecDecodeMetrics | None = None
+    """Set in the last output, with --per-request-spec-decode-metrics."""
+    num_accepted_prediction_tokens: int = 0
+    """Tokens that were drafted from the prediction; in the last output, like the next one."""
+    num_rejected_prediction_tokens: int = 0
+    """Tokens drafted from the prediction that are not in the output."""
 
     def finished(self) -> bool:
         """True once no more tokens will come."""

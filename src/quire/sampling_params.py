@@ -111,6 +111,8 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
     FieldBound("thinking_token_budget", "int", 0, INT64_MAX, optional=True, special=(-1,)),
 )
+EXTRA_FIELDS: tuple[FieldBound, ...] = (FieldBound("num_speculative_tokens", "int", 0, 128),)
+"""Keys of `extra_args` that mean something. The bound is that of --spec-tokens."""
 
 
 class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, kw_only=True, dict=True):
@@ -184,6 +186,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
     reasoning_tokens: ReasoningTokens | None = None
     """Tokens that the model puts around its reasoning. A server sets them from --reasoning-parser."""
     extra_args: dict[str, Any] | None = None
+    """`num_speculative_tokens`: most drafts of the request in a step, 0 to 128. Other keys are for extensions."""
     """For extensions; the engine does not read it."""
 
     eos_token_id: int | None = None
@@ -294,6 +297,12 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
                 f"reasoning_tokens must be ReasoningTokens with token ids, got {reprlib.repr(tokens)}",
                 param="reasoning_tokens",
             )
+        extra: object = self.extra_args
+        if extra is not None and not isinstance(extra, dict):
+            raise ValidationError(f"extra_args must be a dict, got {type(extra).__name__}", param="extra_args")
+        for bound in EXTRA_FIELDS if extra else ():
+            if bound.name in extra:
+                bound.validate(extra[bound.name])
         detection: object = self.repetition_detection
         if detection is not None and not isinstance(detection, RepetitionDetectionParams):
             raise ValidationError(

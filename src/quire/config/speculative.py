@@ -228,8 +228,6 @@ def resolve_drafting(
         if detail != "none":
             raise ConfigError(f"--per-request-spec-decode-metrics {detail}: there is no speculation; give {FLAG}")
         return None
-    if config.per_request_spec_decode_metrics != "none":
-        logger.warning("--per-request-spec-decode-metrics has no effect yet")
     if target.pooling is not None:
         raise ConfigError(f"{FLAG}: {target.name} is a pooling model; only a model that generates can be drafted for")
     name = settings.get("model")

@@ -18,7 +18,7 @@ from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.admission import Reservation
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
-from quire.frontend.request_state import OutputQueue, ParentRequest, RequestState
+from quire.frontend.request_state import DraftCounts, OutputQueue, ParentRequest, RequestState
 from quire.frontend.session import SessionInput, SessionState
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer
@@ -53,8 +53,11 @@ class OutputProcessor:
         max_model_len: int = sys.maxsize,
         ledger: RequestLedger | None = None,
         tracer: RequestTracer | None = None,
+        drafts: DraftCounts | None = None,
     ) -> None:
+        """`drafts` is a pattern of what is counted for each request; None without speculation."""
         self._tokenizer = tokenizer
+        self._drafts = drafts
         self._tracer = tracer
         self._ledger = RequestLedger() if ledger is None else ledger
         self.log_stats = log_stats
@@ -130,6 +133,7 @@ class OutputProcessor:
             reservation=reservation,
             log_stats=self.log_stats,
             stream_interval=self._stream_interval,
+            drafts=None if self._drafts is None else self._drafts.new(),
         )
         self.request_states[request.request_id] = state
         self.external_req_ids.setdefault(state.external_req_id, {})[request.request_id] = None
@@ -288,6 +292,8 @@ class OutputProcessor:
         goes_on = session is not None and finish_reason is not None and session.goes_on_after(finish_reason)
         if finish_reason is FinishReason.ERROR and state.queue is not None:
             self._discard(state, len(output.new_token_ids), "error")
+            if output.spec_decode_metrics is not None and state.drafts is not None:
+                state.drafts.add(output.spec_decode_metrics, 0)
             message = output.error_message or f"request {state.external_req_id} failed inside the engine"
             self._fail(state, output, message, iteration_stats, result)
             return
@@ -330,6 +336,8 @@ class OutputProcessor:
         finally:
             num_taken = len(token_ids) - num_before
             self._ledger.num_delivered_tokens += num_taken
+            if output.spec_decode_metrics is not None and state.drafts is not None:
+                state.drafts.add(output.spec_decode_metrics, num_taken)
             if num_taken != len(output.new_token_ids):
                 reason = "error" if stop_string is None else "stop_string"
                 self._discard(state, len(output.new_token_ids) - num_taken, reason)
@@ -485,7 +493,7 @@ def _record_finished(state: RequestState, finish_reason: FinishReason, iteration
 
 
 def _close_books(state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats) -> None:
-    params, stats = state.request.sampling_params, state.stats
+    params, stats, drafts = state.request.sampling_params, state.stats, state.drafts
     assert stats is not None
     iteration_stats.update_from_finished_request(
         state.external_req_id,
@@ -495,4 +503,5 @@ def _close_books(state: RequestState, finish_reason: FinishReason, iteration_sta
         max_tokens_param=None if params is None else params.max_tokens,
         num_cached_tokens=max(0, (state.num_cached_tokens or 0) - state.num_context_tokens),
         owner=state.owner,
+        drafts=None if drafts is None else (drafts.num_draft_tokens, drafts.num_accepted_tokens),
     )

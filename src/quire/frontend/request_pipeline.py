@@ -24,7 +24,7 @@ from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, Params
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
-from quire.frontend.request_state import RequestState
+from quire.frontend.request_state import DraftCounts, RequestState
 from quire.frontend.session import SessionInput
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer, StartupReport, make_span_sender, make_start_phases
@@ -52,6 +52,7 @@ class RequestPipeline:
         )
         self.ledger = RequestLedger()
         self._span_sender = make_span_sender(config.observability_config)
+        speculation = config.speculative_config
         self.output_processor = OutputProcessor(
             tokenizer,
             log_stats=log_stats,
@@ -60,6 +61,11 @@ class RequestPipeline:
             ledger=self.ledger,
             tracer=(
                 None if self._span_sender is None else RequestTracer(config.model_config.name, self._span_sender.send)
+            ),
+            drafts=(
+                DraftCounts(speculation.drafting.num_speculative_tokens, speculation.per_request_spec_decode_metrics)
+                if speculation.drafting is not None
+                else None
             ),
         )
         self._model_name = config.model_config.name

@@ -17,10 +17,12 @@ from quire.outputs import (
     PoolingRequestOutput,
     PromptLogprobs,
     RequestOutput,
+    RequestSpecDecodeMetrics,
     RequestStateStats,
 )
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import FINISH_REASON_STRINGS, EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.wire.stats import SpecDecodeMetrics
 
 _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -29,6 +31,73 @@ class OutputQueue(Protocol):
     """Queue that takes the outputs of one request, if a reader awaits them."""
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None: ...
+
+
+class DraftCounts:
+    """Counts the drafts of one request, which the engine core reports with the outputs of the steps that verified them.
+
+    Figures of single requests are shown with the level "summary" or "detailed", tokens of a prediction always.
+    """
+
+    __slots__ = (
+        "_level",
+        "_per_step",
+        "histogram",
+        "num_accepted_of_prediction",
+        "num_draft_tokens",
+        "num_of_prediction",
+    )
+
+    def __init__(self, num_spec_tokens: int, level: str = "none") -> None:
+        """`num_spec_tokens` is the most drafts in a step."""
+        self._level = level
+        self.histogram = [0] * (num_spec_tokens + 1)
+        """Number of steps by accepted drafts."""
+        self.num_draft_tokens = 0
+        self.num_of_prediction = self.num_accepted_of_prediction = 0
+        """Tokens drafted from the prediction, and those among them that are in the output."""
+        self._per_step: list[tuple[int, int]] = []
+        """(Accepted, verified) drafts of each step, if they are shown."""
+
+    def new(self) -> DraftCounts:
+        """Returns counts of the same kind that are 0."""
+        return DraftCounts(len(self.histogram) - 1, self._level)
+
+    def add(self, step: SpecDecodeMetrics, num_tokens: int) -> None:
+        """Counts a step, of whose tokens the first `num_tokens` are in the output: a stop string drops the others."""
+        num_drafts, num_accepted = step.num_draft_tokens, step.num_accepted_tokens
+        self.histogram[num_accepted] += 1
+        self.num_draft_tokens += num_drafts
+        if step.from_prediction:
+            self.num_of_prediction += num_drafts
+            self.num_accepted_of_prediction += min(num_accepted, num_tokens)
+        if self._level == "detailed":
+            self._per_step.append((num_accepted, num_drafts))
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens that the core has kept."""
+        return sum(length * number for length, number in enumerate(self.histogram))
+
+    def show_in(self, completion: CompletionOutput) -> None:
+        """Writes the counts into the last output of the request."""
+        completion.num_accepted_prediction_tokens = self.num_accepted_of_prediction
+        completion.num_rejected_prediction_tokens = self.num_of_prediction - self.num_accepted_of_prediction
+        if self._level == "none":
+            return
+        num_steps, num_accepted = sum(self.histogram), self.num_accepted_tokens
+        completion.spec_decode_metrics = metrics = RequestSpecDecodeMetrics(
+            mean_acceptance_length=1 + num_accepted / max(num_steps, 1),
+            draft_acceptance_rate=num_accepted / max(self.num_draft_tokens, 1),
+            acceptance_histogram=self.histogram,
+            num_spec_steps=num_steps,
+            num_accepted_draft_tokens=num_accepted,
+            num_draft_tokens=self.num_draft_tokens,
+            num_spec_tokens=len(self.histogram) - 1,
+        )
+        if self._level == "detailed":
+            metrics.per_step_accepted = [accepted for accepted, _ in self._per_step]
+            metrics.per_step_drafted = [drafted for _, drafted in self._per_step]
 
 
 @dataclass(slots=True)
@@ -69,6 +138,8 @@ class RequestState:
     """Set for a streaming-input session; the other fields are the state of its present segment."""
     num_context_tokens: int = 0
     """Prompt tokens that earlier segments have brought."""
+    drafts: DraftCounts | None = None
+    """None without speculation."""
 
     @classmethod
     def from_new_request(
@@ -83,6 +154,7 @@ class RequestState:
         reservation: Reservation | None = None,
         log_stats: bool,
         stream_interval: int,
+        drafts: DraftCounts | None = None,
     ) -> RequestState:
         """Returns the state of a request that is about to be sent to the core."""
         params, prompt_ids = request.sampling_params, request.prompt_token_ids or []
@@ -107,6 +179,7 @@ class RequestState:
             external_req_id=request.external_req_id or request.request_id,
             is_pooling=request.pooling_params is not None,
             session=SessionState(request.arrival_time) if request.resumable else None,
+            drafts=drafts,
         )
 
     def next_segment(self, tokenizer: Tokenizer | None, session: SessionState, stream_interval: int) -> RequestState:
@@ -122,6 +195,7 @@ class RequestState:
             reservation=self.reservation,
             log_stats=self.shown_stats is not None,
             stream_interval=stream_interval,
+            drafts=None if self.drafts is None else self.drafts.new(),
         )
         session.end = None
         state.session = session
@@ -218,6 +292,8 @@ class RequestState:
             completion.finish_reason = FINISH_REASON_STRINGS[finish_reason]
             completion.stop_reason = stop_reason
             completion.error_message, completion.error_type = error_message, error_type
+            if self.drafts is not None:
+                self.drafts.show_in(completion)
         return self._show(completion)
 
     def make_early_end(

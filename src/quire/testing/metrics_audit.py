@@ -31,6 +31,10 @@ _PER_FINISHED_REQUEST = (
     "vllm:request_num_preemptions",
 )
 _STAGES = {stage: f"vllm:request_{stage}_time_seconds" for stage in ("queue", "prefill", "decode", "inference")}
+_DRAFTS_PER_REQUEST = {
+    "quire_request_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "quire_request_accepted_draft_tokens": "vllm:spec_decode_num_accepted_tokens",
+}
 _KINDS: dict[str, Kind] = {"counter": "counter", "histogram": "histogram", "summary": "summary"}
 TOLERANCE_S = 1e-6
 """Tolerance per request: end to end is measured by another clock than its stages."""
@@ -54,7 +58,21 @@ class MetricsAudit:
         wrong = [*_check_ledger(snapshot), *_check_tokens(snapshot), *_check_histograms(snapshot)]
         wrong += _check_stages(snapshot) if self._one_clock else []
         wrong += [*self._check_blocks(snapshot), *_check_shares(snapshot), *self._check_growth(snapshot)]
+        wrong += _check_drafts(snapshot)
         assert not wrong, f"scrape {self.num_checks}: " + "; ".join(wrong)
+
+    def check_at_rest(self, snapshot: MetricsSnapshot) -> None:
+        """Checks, and also the laws that hold while no request is live, if no core has died and no output came late.
+
+        Drafts of ended requests then are all drafts.
+        """
+        self.check(snapshot)
+        assert snapshot.value("quire_requests_live") == 0, "the engine is not at rest"
+        wrong = []
+        for name, total in _DRAFTS_PER_REQUEST.items():
+            if snapshot.has(name):
+                wrong += _differ(f"{name}, and {total}", snapshot.value(name), snapshot.value(total))
+        assert not wrong, f"scrape {self.num_checks}, at rest: " + "; ".join(wrong)
 
     def _check_blocks(self, snapshot: MetricsSnapshot) -> list[str]:
         num_blocks = snapshot.value("quire_kv_blocks")
@@ -129,6 +147,36 @@ def _check_stages(of: MetricsSnapshot) -> list[str]:
     if stages_s <= end_to_end_s + TOLERANCE_S * (finished + 1):
         return []
     return [f"the stages took {stages_s} s in all, end to end {end_to_end_s} s"]
+
+
+def _check_drafts(of: MetricsSnapshot) -> list[str]:
+    """Checks the laws of speculation, where there is one."""
+    if not of.has("quire_spec_decode_enabled"):
+        return []
+    drafts, drafted, accepted = (
+        of.value(f"vllm:spec_decode_num_{name}") for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    ends = accepted + of.value("quire_spec_decode_rejected_tokens") + of.value("quire_spec_decode_cut_tokens")
+    unused, proposed = of.value("quire_spec_decode_unused_tokens"), of.value("quire_spec_decode_proposed_tokens")
+    family = of.find("vllm:spec_decode_num_accepted_tokens_per_pos")
+    engine, position = family.label_names.index("engine"), family.label_names.index("position")
+    per_engine: dict[str, list[tuple[int, float]]] = {}
+    for series in family.series:
+        per_engine.setdefault(series.labels[engine], []).append((int(series.labels[position]), series.value))
+    positions = [[value for _, value in sorted(found)] for found in per_engine.values()]
+    wrong = [
+        *_differ("draft tokens, and accepted + rejected + cut", drafted, ends),
+        *_differ("accepted draft tokens, and their sum over positions", accepted, sum(map(sum, positions))),
+    ]
+    if drafted + unused > proposed:
+        wrong.append(f"{drafted:g} draft tokens and {unused:g} unused ones are more than the {proposed:g} proposed")
+    if not drafts <= drafted <= max(map(len, positions), default=0) * drafts:
+        wrong.append(f"{drafts:g} drafts have {drafted:g} tokens")
+    if any(values != sorted(values, reverse=True) for values in positions):
+        wrong.append(f"accepted draft tokens do not fall with the position: {positions}")
+    if sum(values[0] for values in positions) > drafts:
+        wrong.append(f"more than {drafts:g} drafts were accepted in part: {positions}")
+    return wrong
 
 
 def _check_shares(of: MetricsSnapshot) -> list[str]:

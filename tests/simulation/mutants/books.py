@@ -11,6 +11,7 @@ from quire.frontend.metrics.collect.events import IterationStats, SessionStats
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.request_state import DraftCounts, RequestState
 from quire.frontend.supervision.journal import JournalEntry
 from tests.simulation.mutants.registry import Patch, frontend_mutant, wrap
 
@@ -61,6 +62,35 @@ def segments_are_requests(patch: Patch) -> None:
 def earlier_segments_forgotten(patch: Patch) -> None:
     """The books of a session hold its last segment only."""
     patch.setattr(SessionStats, "add", lambda self, segment: setattr(self, "total", segment))
+
+
+@frontend_mutant
+def rejected_drafts_are_not_the_requests(patch: Patch) -> None:
+    """Steps that accept no draft are left out of the request's counts."""
+
+    def add(original: Any, self: DraftCounts, step: Any, num_tokens: int) -> None:
+        if step.num_accepted_tokens:
+            original(self, step, num_tokens)
+
+    wrap(patch, DraftCounts, "add", add)
+
+
+@frontend_mutant
+def drafts_of_all_segments_in_each(patch: Patch) -> None:
+    """The next segment of a session goes on with the counts of the last."""
+
+    def next_segment(original: Any, self: RequestState, *args: Any) -> RequestState:
+        state: RequestState = original(self, *args)
+        state.drafts = self.drafts
+        return state
+
+    wrap(patch, RequestState, "next_segment", next_segment)
+
+
+@frontend_mutant
+def runs_count_as_one_draft(patch: Patch) -> None:
+    """However many drafts of a step are accepted, the request counts one."""
+    patch.setattr(DraftCounts, "num_accepted_tokens", property(lambda self: sum(self.histogram[1:])))
 
 
 @frontend_mutant

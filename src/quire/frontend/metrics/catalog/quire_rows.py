@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 
 from quire.frontend.metrics.catalog.spec import (
     LORA,
@@ -17,6 +18,7 @@ from quire.frontend.metrics.catalog.spec import (
     labelled,
     of_drafts,
     of_exchange,
+    of_finished,
     of_ledger,
     of_step,
 )
@@ -226,6 +228,22 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="spec_decode_draft_seconds",
         help="Seconds that the drafter took.",
         value=lambda drafts: drafts.draft_seconds,
+    ),
+    of_finished(
+        name="request_draft_tokens",
+        help="Draft tokens of a finished request that were verified.",
+        value=attrgetter("num_draft_tokens"),
+        prefix=QUIRE,
+        family="request_tokens",
+        condition=SPEC_DECODE,
+    ),
+    of_finished(
+        name="request_accepted_draft_tokens",
+        help="Those of them that were accepted. The sums of both are the counters less live and late requests.",
+        value=attrgetter("num_accepted_draft_tokens"),
+        prefix=QUIRE,
+        family="request_tokens",
+        condition=SPEC_DECODE,
     ),
     of_ledger(
         name="spec_decode_enabled",

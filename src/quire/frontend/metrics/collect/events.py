@@ -72,6 +72,9 @@ class FinishedRequestStats(msgspec.Struct, kw_only=True, gc=False):
     num_preemptions: int
     is_corrupted: bool
     owner: RequestOwner | None = None
+    num_draft_tokens: int | None = None
+    """Verified draft tokens; None without speculation, like the next one."""
+    num_accepted_draft_tokens: int | None = None
 
 
 class IterationStats(msgspec.Struct, gc=False):
@@ -172,8 +175,10 @@ class IterationStats(msgspec.Struct, gc=False):
         max_tokens_param: int | None,
         num_cached_tokens: int,
         owner: RequestOwner | None = None,
+        drafts: tuple[int, int] | None = None,
     ) -> None:
-        """Records a finished request and computes its durations."""
+        """Records a finished request and computes its durations. `drafts` are its verified and accepted draft tokens,
+        None without speculation."""
         decode_time = _interval(stats.first_token_ts, stats.last_token_ts)
         num_tokens = stats.num_generation_tokens
         self.finished_requests.append(
@@ -193,6 +198,8 @@ class IterationStats(msgspec.Struct, gc=False):
                 num_preemptions=stats.num_preemptions,
                 is_corrupted=stats.is_corrupted,
                 owner=owner,
+                num_draft_tokens=None if drafts is None else drafts[0],
+                num_accepted_draft_tokens=None if drafts is None else drafts[1],
             )
         )
 
@@ -234,11 +241,14 @@ class SessionStats:
         if before is not None:
             for name in ("num_prompt_tokens", "num_generation_tokens", "num_cached_tokens", "num_preemptions"):
                 setattr(segment, name, getattr(before, name) + getattr(segment, name))
-            for name in ("queued_time", "prefill_time", "decode_time", "inference_time"):
+            for name in (*_DURATIONS, "num_draft_tokens", "num_accepted_draft_tokens"):
                 setattr(segment, name, _add(getattr(before, name), getattr(segment, name)))
             segment.is_corrupted |= before.is_corrupted
             if segment.decode_time is not None and self._num_intervals:
                 segment.mean_time_per_output_token = segment.decode_time / self._num_intervals
+
+
+_DURATIONS = ("queued_time", "prefill_time", "decode_time", "inference_time")
 
 
 def _add(a: float | None, b: float | None) -> float | None:

@@ -77,6 +77,10 @@ class MetricsSnapshot(msgspec.Struct, array_like=True, gc=False):
                 return family
         raise KeyError(name)
 
+    def has(self, name: str) -> bool:
+        """Returns whether there is a family called `name`."""
+        return any(family.name == name for family in self.families)
+
     def value(self, name: str, *labels: str) -> float:
         """Returns the value (or sum) of one metric, added over all series whose labels include `labels`."""
         wanted = set(labels)

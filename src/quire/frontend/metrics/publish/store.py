@@ -218,7 +218,8 @@ class _HistogramRow(CountedRow):
     def record_all(self, events: Sequence[object], engine_index: int, time: float) -> None:
         spec = self.spec
         if spec.value is not None:
-            self._observe_each(events, spec.value, self.find(engine_index, ()), time)
+            if not self._is_hidden or any(spec.value(event) is not None for event in events):
+                self._observe_each(events, spec.value, self.find(engine_index, ()), time)
         elif spec.counted is not None:
             for event in events:
                 self._observe(self.find(engine_index, ()), spec.counted(event))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.frontend.text.tokenizer import Tokenizer
-from quire.outputs import Logprob, PromptLogprobs, RequestOutput
+from quire.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 
 MIN_LOGPROB = -9999.0
 """Value shown for minus infinity, which JSON does not have."""
@@ -90,6 +90,15 @@ def _token(text: str, entry: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": shown(entry.logprob), "bytes": list(text.encode("utf-8", errors="replace"))}
 
 
+_PREDICTION_FIELDS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+
+
+def answer_metrics(completions: Sequence[CompletionOutput]) -> dict[str, Any] | None:
+    """Returns the field `metrics` of an answer with one choice; None where nothing was asked for, or not one choice."""
+    metrics = completions[0].spec_decode_metrics if len(completions) == 1 else None
+    return None if metrics is None else {"speculative_decoding": metrics}
+
+
 class TokenCount:
     """Counts the prompts and outputs of one HTTP request as they come."""
 
@@ -99,6 +108,8 @@ class TokenCount:
         self.num_cached_tokens = 0
         self.num_reasoning_tokens: int | None = None
         """Number of completion tokens that are reasoning; None without a parser, and in a stream until its end."""
+        self.prediction: tuple[int, int] | None = None
+        """(Accepted, rejected) tokens that were drafted from a prediction; None: the request has none."""
         self._shows_cached = shows_cached
         self._seen: set[int] = set()
 
@@ -117,6 +128,11 @@ class TokenCount:
     def add_outputs(self, output: RequestOutput) -> None:
         """Adds the tokens of one output."""
         self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if self.prediction is not None:
+            accepted, rejected = self.prediction
+            accepted += sum(completion.num_accepted_prediction_tokens for completion in output.outputs)
+            rejected += sum(completion.num_rejected_prediction_tokens for completion in output.outputs)
+            self.prediction = accepted, rejected
 
     def add_reasoning(self, num_tokens: int) -> None:
         """Adds the tokens of one output's reasoning."""
@@ -136,8 +152,11 @@ class TokenCount:
         }
         if self._shows_cached:
             counts["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
-        if self.num_reasoning_tokens is not None:
-            counts["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        details = {} if self.num_reasoning_tokens is None else {"reasoning_tokens": self.num_reasoning_tokens}
+        if self.prediction is not None:
+            details |= dict(zip(_PREDICTION_FIELDS, self.prediction, strict=True))
+        if details:
+            counts["completion_tokens_details"] = details
         return counts
 
     def in_answer(self) -> dict[str, Any]:

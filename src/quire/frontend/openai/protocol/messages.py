@@ -22,7 +22,7 @@ from quire.frontend.openai.protocol.chat import (
     Tool,
     ToolChoice,
 )
-from quire.frontend.openai.protocol.sampling import bound_of
+from quire.frontend.openai.protocol.sampling import ExtraArguments, bound_of
 
 Message = dict[str, Any]
 Content = str | Sequence[Mapping[str, Any]]
@@ -288,7 +288,7 @@ class MessagesBody(ConversationBody, kw_only=True):
     top_p: Annotated[float, bound_of("top_p")] | None = None
     metadata: Object | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    vllm_xargs: Object | None = None
+    vllm_xargs: ExtraArguments | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
 
@@ -303,7 +303,6 @@ class MessagesBody(ConversationBody, kw_only=True):
         "ec_transfer_params": ({},),
     }
     WITHOUT_EFFECT = {  # noqa: RUF012
-        "vllm_xargs": "it is for extensions, and there are none",
         "mm_payload": "no answer has processed media",
         "return_mm_kwargs": "no answer has processed media",
     }
@@ -315,5 +314,5 @@ class MessagesBody(ConversationBody, kw_only=True):
         chat.stream = self.stream
         chat.stop = self.stop_sequences
         chat.temperature, chat.top_k, chat.top_p = self.temperature, self.top_k, self.top_p
-        chat.cache_salt = self.cache_salt
+        chat.cache_salt, chat.vllm_xargs = self.cache_salt, self.vllm_xargs
         return chat

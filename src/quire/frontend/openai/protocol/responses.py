@@ -32,7 +32,7 @@ from quire.frontend.openai.protocol.chat import (
     Tool,
     ToolChoice,
 )
-from quire.frontend.openai.protocol.sampling import bound_of
+from quire.frontend.openai.protocol.sampling import ExtraArguments, bound_of
 
 MAX_ITEMS = 1 << 16
 LOGPROBS = "message.output_text.logprobs"
@@ -157,7 +157,7 @@ class ResponsesBody(RequestBody, kw_only=True):
     chat_template_kwargs: Object | None = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    vllm_xargs: Object | None = None
+    vllm_xargs: ExtraArguments | None = None
     session_id: Name | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
@@ -187,7 +187,6 @@ class ResponsesBody(RequestBody, kw_only=True):
     WITHOUT_EFFECT = {  # noqa: RUF012
         "max_tool_calls": "it counts tools that run on the server, and there are none",
         "prompt_cache_key": "equal beginnings share the cache whatever its value",
-        "vllm_xargs": "it is for extensions, and there are none",
         "session_id": "requests of a session are served like others; equal prefixes are found by their content",
         "mm_payload": "no answer has processed media",
         "return_mm_kwargs": "no answer has processed media",

@@ -17,6 +17,7 @@ from quire.field_bounds import INT64_MAX
 from quire.frontend.http.bodies import MAX_FLOAT, Count, Finite, Int64, Name, Object, RequestBody, Text, TokenId, Word
 from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
 from quire.sampling_params import (
+    EXTRA_FIELDS,
     MAX_BAD_WORDS,
     MAX_LOGPROB_TOKEN_IDS,
     SAMPLING_FIELDS,
@@ -97,7 +98,7 @@ def _of_response_format(value: dict[str, Any]) -> dict[str, Any] | None:
     )
 
 
-_BOUNDS = {bound.name: bound for bound in SAMPLING_FIELDS}
+_BOUNDS = {bound.name: bound for bound in (*SAMPLING_FIELDS, *EXTRA_FIELDS)}
 
 
 def bound_of(name: str) -> Meta:
@@ -108,6 +109,13 @@ def bound_of(name: str) -> Meta:
     if bound.exclusive_minimum:
         return Meta(gt=low, le=high)
     return Meta(ge=low, le=high)
+
+
+class ExtraArguments(msgspec.Struct):
+    """vLLM's arguments for extensions. Others than these have no effect."""
+
+    num_speculative_tokens: Annotated[int, bound_of("num_speculative_tokens")] | None = None
+    """Most drafts of the request in a step, where the server speculates; 0: none."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -178,7 +186,8 @@ class GenerationBody(FormBody, kw_only=True):
     stream_interval: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     """Minimum number of tokens per chunk."""
 
-    vllm_xargs: Object | None = None
+    vllm_xargs: ExtraArguments | None = None
+    """Parameters of speculation."""
     session_id: Name | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
@@ -201,7 +210,6 @@ class GenerationBody(FormBody, kw_only=True):
         "return_token_offsets": (False,),
     }
     WITHOUT_EFFECT = {  # noqa: RUF012
-        "vllm_xargs": "it is for extensions, and there are none",
         "session_id": "requests of a session are served like others; equal prefixes are found by their content",
         "mm_payload": "no answer has processed media",
         "return_mm_kwargs": "no answer has processed media",
@@ -241,6 +249,8 @@ def make_sampling_params(
         )
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
+    if body.vllm_xargs is not None and body.vllm_xargs.num_speculative_tokens is not None:
+        given["extra_args"] = {"num_speculative_tokens": body.vllm_xargs.num_speculative_tokens}
     given["structured_outputs"] = body.form()
     return SamplingParams.from_optional(
         **{"max_tokens": None, **defaults, **given},

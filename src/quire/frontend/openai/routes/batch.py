@@ -85,7 +85,7 @@ async def _whole(
     return {**answer, **dict.fromkeys(_OF_PROMPT), "choices": choices}
 
 
-_OF_PROMPT = ("prompt_logprobs", "prompt_token_ids", "prompt_text")
+_OF_PROMPT = ("prompt_logprobs", "prompt_token_ids", "prompt_text", "metrics")
 
 
 ENDPOINTS = (

@@ -13,7 +13,13 @@ from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.streaming import DONE, encode_json, event
 from quire.frontend.openai.chat.output import ChatParser, Delta, make_message
-from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, chat_logprobs, prompt_logprobs
+from quire.frontend.openai.protocol.answer_parts import (
+    TokenCount,
+    TokenNames,
+    answer_metrics,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.rendering import PreparedChat, PromptRenderer, submit_chats
 from quire.frontend.openai.submission import Submission, stream_response
@@ -68,6 +74,9 @@ class ChatWriter:
         self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
         self._num_top_logprobs = chat.params.logprobs or 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details) if usage is None else usage
+        if body.prediction is not None:
+            self._usage.prediction = self._usage.prediction or (0, 0)
+        self._num_outputs = chat.params.n
         self._count_tokens = exchange.state.part(PromptRenderer).count_tokens
         self._sends_usage, self._counts_always = body.wants_usage(is_forced=config.enable_force_include_usage)
 
@@ -99,7 +108,7 @@ class ChatWriter:
             "prompt_text": self._prompt_text if self._body.return_prompt_text else None,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": answer_metrics(output.outputs),
         }
 
     def _choice(self, parser: ChatParser, completion: CompletionOutput) -> dict[str, Any]:
@@ -128,6 +137,7 @@ class ChatWriter:
         self._head = {"id": self._head["id"], "object": "chat.completion.chunk"} | self._head
         head = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
         parsers: dict[int, ChatParser] = {}
+        metrics: dict[str, Any] | None = None
         async for _, output in submission.outputs():
             self._usage.add_prompt(0, output)
             for completion in output.outputs:
@@ -138,10 +148,14 @@ class ChatWriter:
                     for delta in self._echo:
                         yield b"".join((head, _choice_chunk(completion.index, delta), b"]", self._tail()))
             self._usage.add_outputs(output)
+            metrics = answer_metrics(output.outputs) if self._num_outputs == 1 else None
             tail = self._tail()
             for completion in output.outputs:
                 parser = parsers[completion.index]
-                for choice in self._chunk_choices(parser, completion):
+                choices = self._chunk_choices(parser, completion)
+                for choice in choices:
+                    if metrics is not None and not self._sends_usage and choice is choices[-1]:
+                        tail = self._tail(metrics)
                     yield b"".join((head, choice, b"]", tail))
         if self._sends_usage:
             await self._count_reasoning(parsers.values())
@@ -150,12 +164,13 @@ class ChatWriter:
                 "usage": self._usage.in_chunk(),
                 "system_fingerprint": self._fingerprint,
             }
-            yield event(self._head | usage)
+            yield event(self._head | usage | ({} if metrics is None else {"metrics": metrics}))
         yield DONE
 
-    def _tail(self) -> bytes:
+    def _tail(self, metrics: dict[str, Any] | None = None) -> bytes:
         """Returns the end of a chunk."""
-        return b',"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if self._counts_always else b"}\n\n"
+        usage = b',"usage":' + encode_json(self._usage.in_chunk()) if self._counts_always else b""
+        return b"".join((usage, b"" if metrics is None else b',"metrics":' + encode_json(metrics), b"}\n\n"))
 
     def _first_choice(self, output: RequestOutput, index: int) -> bytes:
         """Returns the chunk that opens a choice, up to the end of its object's fields."""

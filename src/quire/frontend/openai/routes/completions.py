@@ -17,7 +17,13 @@ from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.streaming import DONE, encode_json, event
 from quire.frontend.new_request import ParsedPrompt
-from quire.frontend.openai.protocol.answer_parts import TokenCount, TokenNames, prompt_logprobs, text_logprobs
+from quire.frontend.openai.protocol.answer_parts import (
+    TokenCount,
+    TokenNames,
+    answer_metrics,
+    prompt_logprobs,
+    text_logprobs,
+)
 from quire.frontend.openai.protocol.completion import DEFAULT_MAX_TOKENS, CompletionBody, Prompt
 from quire.frontend.openai.protocol.sampling import make_sampling_params
 from quire.frontend.openai.rendering import PromptRenderer, cache_salt
@@ -160,7 +166,7 @@ class CompletionWriter:
             "usage": self._usage.in_answer(),
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": answer_metrics([completion for output in outputs for completion in output.outputs]),
         }
 
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -183,9 +189,15 @@ class CompletionWriter:
         """Yields the answer as events."""
         head = encode_json(self._head)[:-1] + b',"choices":['
         offsets: dict[int, int] = {}
+        metrics: dict[str, Any] | None = None
+        is_single = self._num_outputs * len(self._prompts) == 1
         async for index, output in submission.outputs():
             self._usage.add(index, output)
-            tail = b'],"usage":' + encode_json(self._usage.in_chunk()) + b"}\n\n" if self._counts_always else b"]}\n\n"
+            metrics = answer_metrics(output.outputs) if is_single else None
+            tail = b'],"usage":' + encode_json(self._usage.in_chunk()) if self._counts_always else b"]"
+            tail += (
+                b"}\n\n" if metrics is None or self._sends_usage else b',"metrics":' + encode_json(metrics) + b"}\n\n"
+            )
             for completion in output.outputs:
                 choice = self._chunk_choice(index, output, completion, offsets)
                 if choice is not None:
@@ -196,7 +208,7 @@ class CompletionWriter:
                 "usage": self._usage.in_chunk(),
                 "system_fingerprint": self._fingerprint,
             }
-            yield event(self._head | usage)
+            yield event(self._head | usage | ({} if metrics is None else {"metrics": metrics}))
         yield DONE
 
     def _chunk_choice(
