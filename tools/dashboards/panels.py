@@ -226,14 +226,62 @@ ENGINE = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Tokens accepted per draft",
+                    "Mean acceptance length",
                     "short",
-                    (Query(ratio("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total")),),
+                    (
+                        Query(
+                            "1 + "
+                            + ratio("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total"),
+                            "tokens per step with drafts",
+                        ),
+                    ),
                 ),
                 Panel(
                     "Accepted, by position",
                     "short",
                     (Query(rate("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"), "{{position}}"),),
+                ),
+                Panel(
+                    "Draft tokens, by result",
+                    "short",
+                    (
+                        Query(rate("vllm:spec_decode_num_accepted_tokens_total"), "accepted"),
+                        Query(rate("quire_spec_decode_rejected_tokens_total"), "rejected"),
+                        Query(rate("quire_spec_decode_cut_tokens_total"), "cut by a stop"),
+                    ),
+                    description="Their sum is the rate of draft tokens that were verified.",
+                ),
+                Panel(
+                    "Proposed and not verified, by reason",
+                    "short",
+                    (Query(rate("quire_spec_decode_unused_tokens_total", "reason"), "{{reason}}"),),
+                ),
+                Panel(
+                    "Time of the drafter",
+                    "percentunit",
+                    (Query(rate("quire_spec_decode_draft_seconds_total"), "share of the time"),),
+                ),
+                Panel(
+                    "Speculation is on",
+                    "short",
+                    (Query(total("quire_spec_decode_enabled"), "engines that draft"),),
+                    description="0 after a drafter has failed: the answers stay the same, and nothing is drafted.",
+                ),
+                Panel(
+                    "Draft tokens of a request",
+                    "short",
+                    (
+                        Query(
+                            ratio("quire_request_draft_tokens_sum", "quire_request_draft_tokens_count"),
+                            "verified, mean",
+                        ),
+                        Query(
+                            ratio(
+                                "quire_request_accepted_draft_tokens_sum", "quire_request_accepted_draft_tokens_count"
+                            ),
+                            "accepted, mean",
+                        ),
+                    ),
                 ),
             ),
         ),

@@ -25,10 +25,13 @@ Buckets = list[tuple[float, float]]
 
 
 class Metrics:
-    """One reading of Prometheus' text format, summed over all labels except a histogram's bounds."""
+    """One reading of Prometheus' text format, summed over all labels except a histogram's bounds or one that is asked
+    for."""
 
     def __init__(self, text: str) -> None:
         self._totals: defaultdict[str, float] = defaultdict(float)
+        self._samples: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+        """Labels as they are written, with their values."""
         self._buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
         for line in text.splitlines():
             found = _LINE.match(line)
@@ -36,6 +39,7 @@ class Metrics:
                 continue
             name, labels, value = found[1], found[2] or "", _number(found[3])
             self._totals[name] += value
+            self._samples[name].append((labels, value))
             if name.endswith("_bucket"):
                 bound = dict(_LABEL.findall(labels)).get("le", "+Inf")
                 self._buckets[name.removesuffix("_bucket")][_number(bound)] += value
@@ -43,6 +47,13 @@ class Metrics:
     def total(self, name: str) -> float | None:
         """Returns a gauge or counter; None if there is none of this name."""
         return self._totals.get(name)
+
+    def totals_by(self, name: str, label: str) -> dict[str, float]:
+        """Returns a gauge or counter by the values of one label."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for labels, value in self._samples.get(name, ()):
+            totals[dict(_LABEL.findall(labels)).get(label, "")] += value
+        return dict(totals)
 
     def buckets(self, name: str) -> Buckets:
         """Returns the buckets of a histogram; empty if there is none of this name."""

@@ -221,11 +221,28 @@ def summary_lines(history: History, url: str, style: Style) -> list[str]:
         ("", f"{about}{shared:,} shared, {about}{remembered:,} free ones remember a beginning"),
         ("found in cache", found),
     ]
+    drafts = _describe_drafts(history)
+    rows += [("speculation", drafts)] if drafts else []
     title = f"Quire {state.version} · {style.printable(state.model)} · {url}"
     return [
         style.paint(title, "bold"),
         *(f"{style.paint(f'{name:<15}', 'dim')}{value}".rstrip() for name, value in rows),
     ]
+
+
+def _describe_drafts(history: History) -> str:
+    """Returns the acceptance of the last minute; empty for a server that does not speculate."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    grown = [history.growth(f"vllm:spec_decode_num_{name}_total", HITS_S) for name in names]
+    if None in grown:
+        return ""
+    num_drafts, num_tokens, num_accepted = (number or 0.0 for number in grown)
+    if not num_drafts:
+        return "no drafts in the last minute"
+    return (
+        f"{100 * num_accepted / num_tokens:.0f} % of draft tokens accepted, {1 + num_accepted / num_drafts:.2f} tokens "
+        "per step with drafts, last minute"
+    )
 
 
 def map_lines(state: StateView, width: int, style: Style) -> list[str]:

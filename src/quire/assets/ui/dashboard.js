@@ -78,11 +78,30 @@ const hits = new LineChart(charts, {
   lines: [{ label: "found", variable: "--s1" }],
 });
 
+let drafts = null; // the chart of speculation, where there is some
+function showDrafts(time, now) {
+  if (now.drafts === null) return;
+  drafts ??= new LineChart(charts, {
+    title: "Speculation", format: percent, max: 1,
+    what: "Share of the guessed tokens of the last minute that were right. Wrong guesses cost a little time and change no answer.",
+    lines: [{ label: "accepted", variable: "--s1" }],
+  });
+  drafts.push(time, [now.drafts.accepted]);
+}
+
 const map = new BlockMap(byId("map"), { detail: byId("map-detail"), bar: byId("bar"), legend: byId("map-legend") });
 const timeline = new Timeline(byId("timeline"), { detail: byId("line-detail"), legend: byId("line-legend") });
 const tables = new RequestTables(async (id) => {
   await call("abort_requests", { body: { request_ids: [id] } });
 });
+
+/** Returns what became of the drafts of the last minute; null without speculation. */
+function measureDrafts() {
+  const [steps, guessed, right] = ["drafts", "draft_tokens", "accepted_tokens"].map((name) =>
+    readings.growth(`vllm:spec_decode_num_${name}_total`, HITS_S));
+  if (steps === null) return null;
+  return { accepted: guessed ? right / guessed : null, length: steps ? 1 + right / steps : null };
+}
 
 /** Computes the present figures; null where there is no data. */
 function measure(state) {
@@ -94,6 +113,7 @@ function measure(state) {
     ttft: [0.5, 0.95].map((q) => readings.quantile(TTFT, q, LATENCY_S)),
     itl: [0.5, 0.95].map((q) => readings.quantile(ITL, q, LATENCY_S)),
     hits: queries ? found / queries : null,
+    drafts: measureDrafts(),
     places: state.running / state.max_num_seqs,
     cache: (usable - state.kv_cache.free) / usable,
     compute: labelled(readings.last, "quire_saturation_by_resource", "resource", "compute"),
@@ -122,6 +142,7 @@ function show(state) {
   itl.push(state.time, now.itl);
   saturation.push(state.time, [now.places, now.cache, now.compute]);
   hits.push(state.time, [now.hits]);
+  showDrafts(state.time, now);
   map.update(state.kv_cache, state.requests);
   timeline.update(state);
   tables.update(state);

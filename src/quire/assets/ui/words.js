@@ -5,7 +5,7 @@ import { count, duration, percent, plural, rate } from "./dom.js";
 
 /** `now` are the measures of dashboard.js. */
 export function inWords(state, now) {
-  return [restarts(now), activity(state, now), queueing(state, now), latency(now), memory(state, now)].filter(Boolean).join(" ");
+  return [restarts(now), activity(state, now), queueing(state, now), latency(now), speculation(now), memory(state, now)].filter(Boolean).join(" ");
 }
 
 function restarts(now) {
@@ -40,6 +40,11 @@ function latency(now) {
   if (now.ttft[0] === null) return "";
   const further = now.itl[0] === null ? "" : `, then one more every ${duration(now.itl[0])}`;
   return `A request gets its first token after about ${duration(now.ttft[0])}${further}.`;
+}
+
+function speculation(now) {
+  if (!now.drafts?.length) return "";
+  return `Of the tokens that were guessed in the last minute ${percent(now.drafts.accepted)} were right: a step that verifies guesses yields ${now.drafts.length.toFixed(1)} tokens of a request.`;
 }
 
 function memory(state, now) {

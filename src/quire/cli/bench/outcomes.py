@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cli.generation import RequestTiming
+from quire.cli.server_watch import Metrics, growth
 from quire.errors import ConfigError
 
 SLO_METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s", "e2el": "e2e_s"}
@@ -310,3 +311,43 @@ def latency_lines(figures: Mapping[str, Any], rows: Sequence[tuple[str, str]]) -
     head = f"  {'ms':<22}" + "".join(f"{column:>12}" for column in ("mean", "p50", "p90", "p99"))
     cells = {title: "".join(f"{value:>12.2f}" for value in figures[key].values()) for title, key in rows}
     return [head, *(f"  {title:<22}{values}" for title, values in cells.items() if values)]
+
+
+# -- speculation ------------------------------------------------------------------------------------------------------
+
+_SERIES = "vllm:spec_decode_num_"
+
+
+def draft_figures(before: Metrics | None, after: Metrics | None) -> dict[str, Any] | None:
+    """Returns what a server's counters of speculation say of the time between two readings; None without speculation.
+
+    `acceptance_per_position` is the share of drafts whose first 1, 2, … tokens were all accepted.
+    """
+    if before is None or after is None:
+        return None
+    grown = [growth(before, after, f"{_SERIES}{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    if None in grown:
+        return None
+    num_drafts, num_tokens, num_accepted = (int(number or 0) for number in grown)
+    name = f"{_SERIES}accepted_tokens_per_pos_total"
+    start, end = before.totals_by(name, "position"), after.totals_by(name, "position")
+    positions = [end[position] - start.get(position, 0.0) for position in sorted(end, key=int)]
+    return {
+        "num_drafts": num_drafts,
+        "num_draft_tokens": num_tokens,
+        "num_accepted_tokens": num_accepted,
+        "acceptance_rate": round(num_accepted / max(num_tokens, 1), 4),
+        "mean_acceptance_length": round(1 + num_accepted / max(num_drafts, 1), 4),
+        "acceptance_per_position": [round(count / max(num_drafts, 1), 4) for count in positions],
+    }
+
+
+def draft_lines(drafts: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of a report about speculation."""
+    positions = " ".join(f"{share:.1%}" for share in drafts["acceptance_per_position"])
+    return [
+        f"  {'speculation':<22}{drafts['acceptance_rate']:>12.1%} of draft tokens accepted: "
+        f"{drafts['num_accepted_tokens']} of {drafts['num_draft_tokens']} in {drafts['num_drafts']} drafts",
+        f"  {'mean acceptance length':<22}{drafts['mean_acceptance_length']:>12.2f} tokens per step with drafts",
+        f"  {'accepted by position':<22}  {positions}",
+    ]

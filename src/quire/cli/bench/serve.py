@@ -24,7 +24,7 @@ from quire.cli.bench.datasets import (
     read_trace,
 )
 from quire.cli.bench.load import Endpoint, Sender
-from quire.cli.bench.outcomes import LATENCIES, Level, Outcome, client_warning, latency_lines
+from quire.cli.bench.outcomes import LATENCIES, Level, Outcome, client_warning, draft_lines, latency_lines
 from quire.cli.bench.plots import check_plot_path, run_charts, sweep_charts, write_plot
 from quire.cli.bench.serve_options import (
     DEFAULT_INPUT_LEN,
@@ -40,8 +40,9 @@ from quire.cli.command_line import Arguments, CommandLine
 from quire.cli.machine import cpu_facts
 from quire.cli.option_groups import engine_args, engine_options, validate_remote
 from quire.cli.remote.protocol import ModelCard, ServerAddress, given_api_key
+from quire.cli.server_watch import Metrics
 from quire.cli.terminal import Style, write_file
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.resolve import resolve
 
 _ROWS = (*LATENCIES, ("TTFT, sent", "sent_ttft_ms"), ("end to end, sent", "sent_e2e_ms"))
@@ -154,7 +155,17 @@ async def _measure(
             ignore_eos=args["ignore_eos"],
             fields=args["extra_body"],
         )
-        runner = LoadRunner(sender.send, dataset, plan, lambda words: print(words, file=sys.stderr, flush=True))
+
+        async def read_metrics() -> Metrics | None:
+            try:
+                return Metrics(await client.get_text("/metrics"))
+            except QuireError:  # a server need not have any
+                return None
+
+        def report(words: str) -> None:
+            print(words, file=sys.stderr, flush=True)
+
+        runner = LoadRunner(sender.send, dataset, plan, report, read_metrics)
         return card, await runner.run()
     finally:
         await client.close()
@@ -243,6 +254,8 @@ def format_level(level: Level) -> list[str]:
         lines.append(
             f"  {'goodput':<22}{goodput['requests_per_s']:>12.2f} /s   ({goodput['share']:.1%} within {bounds})"
         )
+    if "speculative_decoding" in f:
+        lines += draft_lines(f["speculative_decoding"])
     lines += ["", *latency_lines(f, _ROWS)]
     lag = f["client"]["lag_ms"].get("p99", 0.0)
     lines += ["", f"  the client took {f['client']['cpu_share']:.1%} of a core, and sent {lag:.1f} ms late at p99"]
@@ -254,6 +267,8 @@ def format_sweep(levels: Sequence[Level]) -> list[str]:
     has_goodput = any("goodput" in level.figures for level in levels)
     columns = ["requests/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "p99", "failed"]
     columns += ["within"] if has_goodput else []
+    has_drafts = any("speculative_decoding" in level.figures for level in levels)
+    columns += ["accepted", "per step"] if has_drafts else []
     width = max(len("offered"), *(len(level.name) for level in levels))
     lines = [f"  {'offered':<{width}}" + "".join(f"{column:>11}" for column in columns)]
     for level in levels:
@@ -264,6 +279,11 @@ def format_sweep(levels: Sequence[Level]) -> list[str]:
         cells.append(str(f["num_failed"]))
         if has_goodput:
             cells.append(f"{f['goodput']['share']:.1%}")
+        if has_drafts:
+            drafts = f.get("speculative_decoding")
+            cells += (
+                [f"{drafts['acceptance_rate']:.1%}", f"{drafts['mean_acceptance_length']:.2f}"] if drafts else ["-"] * 2
+            )
         lines.append(f"  {level.name:<{width}}" + "".join(f"{cell:>11}" for cell in cells))
     return lines
 

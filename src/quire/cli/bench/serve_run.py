@@ -12,8 +12,18 @@ from tqdm import tqdm
 
 from quire.cli.bench.datasets import Dataset
 from quire.cli.bench.load import LoadRequest, LoadRun, Send
-from quire.cli.bench.outcomes import Level, LoadResult, Outcome, RateSearch, ServiceLevel, figures, keeps_up
+from quire.cli.bench.outcomes import (
+    Level,
+    LoadResult,
+    Outcome,
+    RateSearch,
+    ServiceLevel,
+    draft_figures,
+    figures,
+    keeps_up,
+)
 from quire.cli.bench.workloads import ALL_AT_ONCE, arrival_times
+from quire.cli.server_watch import Metrics
 
 DEFAULT_PROMPTS = 100
 FEWEST_PROBES = 32
@@ -67,7 +77,16 @@ class ServeRun:
 class LoadRunner:
     """Runs a plan's loads one after another on a server, with a progress bar each."""
 
-    def __init__(self, send: Send, dataset: Dataset, plan: LoadPlan, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        dataset: Dataset,
+        plan: LoadPlan,
+        report: Callable[[str], None],
+        read_metrics: Callable[[], Awaitable[Metrics | None]],
+    ) -> None:
+        """`read_metrics` returns the server's metrics, None if it has none."""
+        self._read_metrics = read_metrics
         self._send = send
         self._dataset = dataset
         self._plan = plan
@@ -152,8 +171,13 @@ class LoadRunner:
         else:
             arrivals = arrival_times(rate, len(requests), self._plan.seed + self._num_loads, self._plan.burstiness)
         name = Level(None if rate == ALL_AT_ONCE else rate, concurrency, LoadResult(0.0), {}).name
+        before = await self._read_metrics()
         result = await self._load(requests, arrivals, concurrency, name)
-        return self._add(None if rate == ALL_AT_ONCE else rate, concurrency, result)
+        level = self._add(None if rate == ALL_AT_ONCE else rate, concurrency, result)
+        drafts = draft_figures(before, await self._read_metrics())
+        if drafts is not None:
+            level.figures["speculative_decoding"] = drafts
+        return level
 
     def _add(self, rate: float | None, concurrency: int | None, result: LoadResult) -> Level:
         level = Level(rate, concurrency, result, figures(result, self._plan.slo))

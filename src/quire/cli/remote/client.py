@@ -66,6 +66,10 @@ class HttpClient:
         """Returns the JSON at `path`. Raises RemoteError, RefusedError."""
         return await self._ask("GET", path, None, limit_s)
 
+    async def get_text(self, path: str, limit_s: float = QUESTION_LIMIT_S) -> str:
+        """Returns the text at `path`. Raises RemoteError, RefusedError."""
+        return (await self._fetch("GET", path, None, limit_s)).decode("utf-8", errors="replace")
+
     async def post(self, path: str, body: Mapping[str, Any], limit_s: float = QUESTION_LIMIT_S) -> Any:
         """Returns the JSON that `path` answers to `body`. Raises RemoteError, RefusedError."""
         return await self._ask("POST", path, msgspec.json.encode(body), limit_s)
@@ -108,12 +112,15 @@ class HttpClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, method: str, path: str, body: bytes | None, limit_s: float) -> Any:
+    async def _fetch(self, method: str, path: str, body: bytes | None, limit_s: float) -> bytes:
         try:
             async with asyncio.timeout(limit_s), self._exchange(method, path, body) as content:
-                whole = await _read_whole(content)
+                return await _read_whole(content)
         except TimeoutError:
             raise RemoteError(f"{self.address}{path} has not answered within {limit_s:g} s", "timeout") from None
+
+    async def _ask(self, method: str, path: str, body: bytes | None, limit_s: float) -> Any:
+        whole = await self._fetch(method, path, body, limit_s)
         try:
             return msgspec.json.decode(whole)
         except (msgspec.DecodeError, UnicodeDecodeError):
