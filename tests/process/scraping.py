@@ -30,6 +30,12 @@ class Scraper:
         self._audit.check(snapshot)
         return snapshot
 
+    async def check_at_rest(self) -> MetricsSnapshot:
+        """Returns what the server says while no request is live. Raises AssertionError as `scrape`."""
+        snapshot = await self.scrape()
+        self._audit.check_at_rest(snapshot)
+        return snapshot
+
     async def watch(self, may_be_gone: Callable[[], bool]) -> None:
         """Scrape until the server is gone, if it may be."""
         try:

@@ -171,6 +171,46 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
     asyncio.run(asyncio.wait_for(run(), 5 * TIME_LIMIT_S))
 
 
+def test_the_books_of_drafts_add_up() -> None:
+    """Answers have the figures of their drafts, and these are all drafts of the server."""
+    text = "the scheduler decides at every step which requests run, "
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False})
+    predicted = {"messages": HI, "prediction": {"type": "content", "content": 3 * text}}
+    asks: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", predicted),
+        ("completions", {"prompt": 2 * text, "temperature": 0, "ignore_eos": True}),
+        ("completions", {"prompt": 3 * text, "seed": 1, "logprobs": 2}),
+        ("completions", {"prompt": text, "structured_outputs": {"regex": "(ab|cd){9} the scheduler [0-9]{2,9}"}}),
+        ("completions", {"prompt": text, "temperature": 0, "vllm_xargs": {"num_speculative_tokens": 1}}),
+    ]
+
+    async def ask(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = await client.post(f"/v1/{path}", json={"max_tokens": 40, **body})
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        if path == "chat/completions":
+            details = answer["usage"]["completion_tokens_details"]
+            assert min(details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) >= 0
+            assert sum(details.values()) <= answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
+        found: dict[str, Any] = answer["metrics"]["speculative_decoding"]
+        return found
+
+    async def run(url: str) -> None:
+        async with scraped(url) as scraper, httpx2.AsyncClient(base_url=url, timeout=TIME_LIMIT_S) as client:
+            found = await asyncio.gather(*(ask(client, *one) for one in asks * 3))
+            snapshot = await scraper.check_at_rest()
+        for name, shown in (
+            ("drafts", "num_spec_steps"),
+            ("draft_tokens", "num_draft_tokens"),
+            ("accepted_tokens", "num_accepted_draft_tokens"),
+        ):
+            assert snapshot.value(f"vllm:spec_decode_num_{name}") == sum(drafts[shown] for drafts in found) > 0
+        assert snapshot.value("quire_late_tokens") == 0
+
+    with serving("-sc", drafts, "--per-request-spec-decode-metrics", "summary", "--max-model-len", "256") as server:
+        asyncio.run(asyncio.wait_for(run(server.url), TIME_LIMIT_S))
+
+
 def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
     """One request ends within --shutdown-timeout; a new one is refused; the exit code is 0 and no core is left."""
     audit = MetricsAudit()

@@ -346,3 +346,17 @@ def test_beam_search_params() -> None:
             BeamSearchParams(**{"beam_width": 1, "max_tokens": 1, field: bad})
         assert e.value.param == field
     assert {b.name for b in BEAM_FIELDS} == set(BeamSearchParams.__struct_fields__)
+
+
+@pytest.mark.parametrize("bad", [-1, 129, "2", None, True, 1.5])
+def test_the_cap_of_drafts_has_a_bound(bad: Any) -> None:
+    for good in (0, 128):
+        SamplingParams(extra_args={"num_speculative_tokens": good, "mine": object()}).validate_fields()
+    with pytest.raises(ValidationError, match="num_speculative_tokens must") as e:
+        SamplingParams(extra_args={"num_speculative_tokens": bad}).validate_fields()
+    assert e.value.param == "num_speculative_tokens"
+
+
+def test_extra_args_are_a_dict() -> None:
+    with pytest.raises(ValidationError, match="extra_args must be a dict, got list"):
+        SamplingParams(extra_args=["num_speculative_tokens"]).validate_fields()  # type: ignore[arg-type]

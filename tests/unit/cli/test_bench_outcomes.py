@@ -16,6 +16,8 @@ from quire.cli.bench.outcomes import (
     RateSearch,
     ServiceLevel,
     client_warning,
+    draft_figures,
+    draft_lines,
     figures,
     in_flight,
     keeps_up,
@@ -23,6 +25,7 @@ from quire.cli.bench.outcomes import (
 )
 from quire.cli.bench.workloads import EVENLY, arrival_times
 from quire.cli.generation import RequestTiming
+from quire.cli.server_watch import Metrics
 from quire.errors import ConfigError
 
 
@@ -203,3 +206,17 @@ def test_a_server_that_sustains_everything_or_nothing() -> None:
     assert (best.sustained, best.failed) == (16.0, None)
     worst = search(1.0, 0.1, lambda rate: False, max_probes=5)
     assert (worst.sustained, worst.failed) == (None, 0.0625)
+
+
+def test_a_server_that_does_not_speculate_has_no_figures_of_drafts() -> None:
+    assert draft_figures(None, Metrics("")) is None
+    assert draft_figures(Metrics(""), None) is None
+    assert draft_figures(Metrics("a 1"), Metrics("a 2")) is None
+
+
+def test_without_drafts_there_is_no_rate() -> None:
+    text = "".join(f"vllm:spec_decode_num_{name}_total 5.0\n" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    drafts = draft_figures(Metrics(text), Metrics(text))
+    assert drafts is not None
+    assert (drafts["num_drafts"], drafts["acceptance_rate"]) == (0, 0)
+    assert draft_lines(drafts) == ["  speculation             no drafts were verified"]

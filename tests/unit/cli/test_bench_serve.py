@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,54 @@ def test_the_table_shows_what_was_measured(server: FakeServer, capsys: Capture) 
         assert words in out
     assert "failed" not in out
     assert err == "" or err.startswith("warning: ")  # of a machine that is busy
+
+
+def counters(num_drafts: int, num_tokens: int, accepted: Sequence[int]) -> str:
+    """Returns counters of two engines that speculate, the second of which has one draft more."""
+    positions = [
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{position}"}} {count}.0'
+        for position, count in enumerate(accepted)
+    ]
+    return "\n".join(
+        [
+            "# HELP vllm:spec_decode_num_drafts_total Verified drafts.",
+            f'vllm:spec_decode_num_drafts_total{{engine="0"}} {num_drafts - 1}.0',
+            'vllm:spec_decode_num_drafts_total{engine="1"} 1.0',
+            f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {num_tokens}.0',
+            f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {sum(accepted)}.0',
+            *reversed(positions),
+        ]
+    )
+
+
+def test_speculation_is_read_from_the_counters(capsys: Capture) -> None:
+    readings = [counters(10, 40, [8, 3, 0]), counters(20, 70, [15, 8, 2])] * 3
+
+    async def metrics(request: Any) -> Reply:
+        if not readings:
+            return Reply({"error": "none"}, status=404)
+        text = readings.pop(0).encode()
+        return Reply(raw=b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+
+    with serving(FakeServer(routes={"/metrics": metrics})) as server:
+        flags = ["--num-prompts", "2", "--input-len", "5", "--output-len", "2"]
+        (load,) = figures(server, capsys, *flags)["loads"]
+        assert load["speculative_decoding"] == {
+            "num_drafts": 10,
+            "num_draft_tokens": 30,
+            "num_accepted_tokens": 14,
+            "acceptance_rate": 0.4667,
+            "mean_acceptance_length": 2.4,
+            "acceptance_per_position": [0.7, 0.5, 0.2],
+        }
+        assert bench(server, *flags) == 0
+        out = capsys.readouterr().out
+        assert "46.7% of draft tokens accepted: 14 of 30 in 10 drafts" in out
+        assert "2.40 tokens per step with drafts" in out
+        assert "70.0% 50.0% 20.0%" in out
+        assert bench(server, *flags, "--sweep-concurrency", "1,2") == 0  # the second load finds no metrics
+        rows = capsys.readouterr().out.splitlines()
+        assert [row.split()[-2:] for row in rows if "concurrency" in row] == [["46.7%", "2.40"], ["-", "-"]]
 
 
 def test_a_sweep_has_a_row_each_and_a_plot(server: FakeServer, capsys: Capture, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Canned(ThreadingHTTPServer):
         self.num_looks = 0
         self.statuses: list[int] = []
         self.metrics_status = 200
+        self.speculates = False
         self.body = json.dumps(describe_engine(SNAPSHOT, {}, facts=FACTS, ended=[])).encode()
         self.keys: set[str | None] = set()
 
@@ -70,6 +71,9 @@ class _Handler(BaseHTTPRequestHandler):
                 f"vllm:generation_tokens_total 1{n}000\nvllm:prefix_cache_queries_total {n}00\n"
                 f'vllm:prefix_cache_hits_total {n}0\nvllm:time_to_first_token_seconds_bucket{{le="0.5"}} {n}\n'
             )
+            if self.server.speculates:
+                for name, number in (("drafts", n), ("draft_tokens", 4 * n), ("accepted_tokens", 3 * n)):
+                    text += f'vllm:spec_decode_num_{name}_total{{engine="0"}} {number}\n'
             self._answer(self.server.metrics_status, text.encode())
 
     def _answer(self, status: int, body: bytes) -> None:
@@ -105,6 +109,14 @@ def test_one_look_shows_the_server(server: Canned, capsys: Capture) -> None:
     assert ["first", "running", "40/40", "16", "5/99", "4", "3.5", "s", "1"] in rows
     assert ["third", "waits,", "preempted", "40/40", "16", "5/99", "0", "3.5", "s", "1"] in rows
     assert "and 7 more" in out
+
+
+def test_speculation_is_shown_where_there_is_some(server: Canned, capsys: Capture) -> None:
+    assert main(["top", "--once", "--interval", "0.2", "--url", server.url]) == 0
+    assert "speculation" not in capsys.readouterr().out
+    server.speculates = True
+    assert main(["top", "--once", "--interval", "0.2", "--url", server.url]) == 0
+    assert "speculation    75 % of draft tokens accepted, 4.00 tokens per step with drafts" in capsys.readouterr().out
 
 
 def test_without_metrics_the_rest_is_shown(server: Canned, capsys: Capture) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.errors import GenerationError
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.output_processor import OutputProcessor, fan_out
+from quire.frontend.request_state import DraftCounts
 from quire.frontend.text.detokenizer import IncrementalDetokenizer, TextDetokenizer
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import Logprob, PoolingRequestOutput, RequestOutput
@@ -26,7 +27,7 @@ from quire.wire.engine_core import (
     FinishReason,
 )
 from quire.wire.execution import LogprobsLists, LogprobsTensors
-from quire.wire.stats import PrefillStats
+from quire.wire.stats import PrefillStats, SpecDecodeMetrics
 from tests.seeds import examples
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -411,6 +412,93 @@ def test_streamed_n_outputs_come_one_by_one() -> None:
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
+
+STEPS = [(3, 3), (2, 0), (3, 1)]
+"""(Verified, accepted) drafts of three steps."""
+
+
+def feed_drafts(p: OutputProcessor, *, from_prediction: bool = False) -> list[RequestOutput]:
+    """Feeds a token without drafts, and an output for each of `STEPS`, of which the last ends request a-1."""
+    outputs = [make_output("a-1", [7], prefill_stats=PrefillStats(3, 3))]
+    for number, (drafted, accepted) in enumerate(STEPS):
+        outputs.append(
+            make_output(
+                "a-1",
+                [8 + number] * (accepted + 1),
+                finish_reason=FinishReason.LENGTH if number == len(STEPS) - 1 else None,
+                spec_decode_metrics=SpecDecodeMetrics(drafted, accepted, from_prediction),
+            )
+        )
+    return [shown for output in outputs for shown in feed(p, output)]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_the_last_output_shows_the_drafts_of_the_request(kind: RequestOutputKind) -> None:
+    for level in ("none", "summary", "detailed"):
+        p = processor(drafts=DraftCounts(4, level))
+        p.add_request(make_request(output_kind=kind), None)
+        *earlier, last = [shown.outputs[0] for shown in feed_drafts(p)]
+        assert not any(shown.spec_decode_metrics for shown in earlier)
+        metrics = last.spec_decode_metrics
+        if level == "none":
+            assert metrics is None
+            continue
+        assert metrics is not None
+        assert (metrics.num_spec_steps, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 8, 4)
+        assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate) == (1 + 4 / 3, 0.5)
+        assert (metrics.acceptance_histogram, metrics.num_spec_tokens) == ([1, 1, 0, 1, 0], 4)
+        per_step = ([3, 0, 1], [3, 2, 3]) if level == "detailed" else (None, None)
+        assert (metrics.per_step_accepted, metrics.per_step_drafted) == per_step
+
+
+def test_without_drafts_the_figures_are_those_of_plain_decoding() -> None:
+    p = processor(drafts=DraftCounts(2, "summary"))
+    p.add_request(make_request(), None)
+    (shown,) = feed(p, make_output("a-1", [7], finish_reason=FinishReason.STOP))
+    metrics = shown.outputs[0].spec_decode_metrics
+    assert metrics is not None
+    assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate, metrics.num_spec_steps) == (1, 0, 0)
+    assert metrics.acceptance_histogram == [0, 0, 0]
+    plain = processor()
+    plain.add_request(make_request(), None)
+    (shown,) = feed(plain, make_output("a-1", [7], finish_reason=FinishReason.STOP))
+    assert shown.outputs[0].spec_decode_metrics is None
+
+
+@pytest.mark.parametrize("from_prediction", [True, False])
+def test_tokens_of_a_prediction_are_counted_apart(from_prediction: bool) -> None:
+    p = processor(drafts=DraftCounts(4))
+    p.add_request(make_request(output_kind=FINAL_ONLY), None)
+    (last,) = [shown.outputs[0] for shown in feed_drafts(p, from_prediction=from_prediction)]
+    counted = (last.num_accepted_prediction_tokens, last.num_rejected_prediction_tokens)
+    assert counted == ((4, 4) if from_prediction else (0, 0))
+    assert last.spec_decode_metrics is None
+
+
+def test_predicted_tokens_behind_a_stop_string_are_rejected(tokenizer: Tokenizer) -> None:
+    """The core has accepted them and knows of no stop string."""
+    ids = tokenizer.encode("a fox, and more of it", add_special_tokens=False)
+    p = processor(tokenizer, drafts=DraftCounts(len(ids), "summary"))
+    p.add_request(make_request(stop=["fox"]), None)
+    metrics = SpecDecodeMetrics(len(ids) - 1, len(ids) - 1, True)
+    (shown,) = feed(p, make_output("a-1", ids, spec_decode_metrics=metrics))
+    last = shown.outputs[0]
+    assert last.finish_reason == "stop"
+    assert 0 < last.num_accepted_prediction_tokens == len(last.token_ids) < len(ids) - 1
+    assert last.num_accepted_prediction_tokens + last.num_rejected_prediction_tokens == len(ids) - 1
+    assert last.spec_decode_metrics is not None
+    assert last.spec_decode_metrics.num_accepted_draft_tokens == len(ids) - 1, "as in the core's counters"
+
+
+def test_drafts_of_a_finished_request_are_in_its_statistics() -> None:
+    for drafts, expected in ((None, (None, None)), (DraftCounts(4), (3, 2))):
+        p, iteration = processor(drafts=drafts), IterationStats(1003.0)
+        p.add_request(make_request(), None, queue=Queue())
+        metrics = SpecDecodeMetrics(3, 2)
+        failed = make_output("a-1", [1] * 3, finish_reason=FinishReason.ERROR, spec_decode_metrics=metrics)
+        p.process_outputs([failed], 1.0, iteration)  # the core has counted its drafts, too
+        (finished,) = iteration.finished_requests
+        assert (finished.num_draft_tokens, finished.num_accepted_draft_tokens) == expected
 
 
 def test_statistics_of_a_request() -> None:

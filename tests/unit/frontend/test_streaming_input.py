@@ -17,6 +17,7 @@ from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.request_state import DraftCounts
 from quire.frontend.session import SessionInput
 from quire.frontend.text.detokenizer import IncrementalDetokenizer
 from quire.frontend.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ from quire.wire.engine_core import (
     EngineCoreRequest,
     FinishReason,
 )
-from quire.wire.stats import PrefillStats, SchedulerStats
+from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodeMetrics
 
 from .metrics.mortal_client import MortalClient
 
@@ -439,6 +440,16 @@ def test_an_aborted_session_is_booked_once(rests: bool) -> None:
     (finished,) = iteration.finished_requests
     assert (finished.finish_reason, finished.num_generation_tokens) == (FinishReason.ABORT, 1)
     assert (finished.num_prompt_tokens, iteration.n_params) == (3, [1])
+
+
+def test_drafts_of_a_session_are_the_sum_over_its_segments() -> None:
+    p, iteration = OutputProcessor(None, log_stats=True, drafts=DraftCounts(3, "summary")), IterationStats(1005.0)
+    open_session(p, [1, 2, 3])
+    feed(p, [5, 6], iteration, 10.0, finish_reason=FinishReason.LENGTH, spec_decode_metrics=SpecDecodeMetrics(3, 1))
+    add_input(p, [1], last=True)
+    feed(p, [5], iteration, 11.0, finish_reason=FinishReason.LENGTH, spec_decode_metrics=SpecDecodeMetrics(2, 0))
+    (finished,) = iteration.finished_requests
+    assert (finished.num_draft_tokens, finished.num_accepted_draft_tokens) == (5, 1)
 
 
 def test_a_corrupted_session_is_counted_once() -> None:

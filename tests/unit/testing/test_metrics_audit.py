@@ -1,10 +1,102 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
-from quire.testing.metrics_audit import watching
+from quire.frontend.metrics.catalog.spec import SPEC_DECODE
+from quire.frontend.metrics.collect.events import FinishedRequestStats, IterationStats
+from quire.frontend.metrics.collect.facts import NO_DRAFTS, FrontendFacts
+from quire.frontend.metrics.collect.ledger import RequestLedger
+from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
+from quire.testing.metrics_audit import MetricsAudit, read_exposition, watching
+from quire.wire.engine_core import FinishReason
+from quire.wire.stats import SchedulerStats, SpecDecodingStats
+
+RIGHT = SpecDecodingStats(
+    3,
+    num_drafts=4,
+    num_draft_tokens=10,
+    num_accepted_tokens=5,
+    num_accepted_tokens_per_pos=[3, 2, 0],
+    num_rejected_tokens=4,
+    num_cut_tokens=1,
+    num_proposed_tokens=14,
+    num_unused_tokens={"ended": 2, "cap": 1},
+)
+"""One token is in flight."""
+
+
+def draft_books(stats: SpecDecodingStats, num_accepted: int = 5) -> PrometheusStatLogger:
+    """Returns the metrics of an engine at rest that has verified drafts of one request."""
+    ledger = RequestLedger(num_received=1, num_accepted=1, finished={"stop": 1})
+    setup = MetricsSetup(model_name="m", conditions=frozenset({SPEC_DECODE}), num_spec_tokens=3)
+    facts = FrontendFacts(time=1.0, ledger=ledger, num_live={}, core_counts={NO_DRAFTS: 0})
+    metrics = PrometheusStatLogger(setup, lambda: facts)
+    finished = FinishedRequestStats(
+        request_id="a",
+        finish_reason=FinishReason.STOP,
+        e2e_latency=1.0,
+        num_prompt_tokens=0,
+        num_generation_tokens=0,
+        max_tokens_param=None,
+        queued_time=None,
+        prefill_time=None,
+        decode_time=None,
+        inference_time=None,
+        mean_time_per_output_token=0.0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        is_corrupted=False,
+        num_draft_tokens=10,
+        num_accepted_draft_tokens=num_accepted,
+    )
+    step = SchedulerStats(num_free_blocks=1, spec_decoding_stats=stats)
+    metrics.record(step, IterationStats(1.0, finished_requests=[finished]))
+    return metrics
+
+
+def test_books_of_drafts_that_add_up() -> None:
+    metrics = draft_books(RIGHT)
+    MetricsAudit().check_at_rest(metrics.snapshot())
+    MetricsAudit().check_at_rest(read_exposition(metrics.exposition()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_rejected_tokens": 3}, "draft tokens, and accepted . rejected . cut: 10 is not 9"),
+        ({"num_proposed_tokens": 12}, "10 draft tokens and 3 unused ones are more than the 12 proposed"),
+        ({"num_accepted_tokens_per_pos": [3, 1, 0]}, "their sum over positions: 5 is not 4"),
+        ({"num_accepted_tokens_per_pos": [2, 3, 0]}, "do not fall with the position"),
+        ({"num_accepted_tokens_per_pos": [5, 0, 0]}, "more than 4 drafts were accepted in part"),
+        ({"num_drafts": 3}, "3 drafts have 10 tokens"),
+        ({"num_drafts": 11}, "11 drafts have 10 tokens"),
+    ],
+)
+def test_broken_laws_of_drafts_are_found(change: dict[str, Any], words: str) -> None:
+    metrics = draft_books(msgspec.structs.replace(RIGHT, **change))
+    for snapshot in (metrics.snapshot(), read_exposition(metrics.exposition())):
+        with pytest.raises(AssertionError, match=words):
+            MetricsAudit().check(snapshot)
+
+
+def test_drafts_of_requests_that_do_not_add_up_are_found_at_rest() -> None:
+    metrics = draft_books(RIGHT, num_accepted=4)
+    MetricsAudit().check(metrics.snapshot())
+    with pytest.raises(AssertionError, match=r"quire_request_accepted_draft_tokens, and vllm:\w+: 4 is not 5"):
+        MetricsAudit().check_at_rest(metrics.snapshot())
+
+
+def test_an_engine_with_live_requests_is_not_at_rest() -> None:
+    facts = FrontendFacts(time=1.0, ledger=RequestLedger(num_received=1, num_accepted=1), num_live={"running": 1})
+    snapshot: MetricsSnapshot = PrometheusStatLogger(MetricsSetup(model_name="m"), lambda: facts).snapshot()
+    MetricsAudit().check(snapshot)
+    with pytest.raises(AssertionError, match="not at rest"):
+        MetricsAudit().check_at_rest(snapshot)
 
 
 def test_it_looks_while_the_block_runs_and_no_longer() -> None:

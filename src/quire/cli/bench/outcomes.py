@@ -344,6 +344,8 @@ def draft_figures(before: Metrics | None, after: Metrics | None) -> dict[str, An
 
 def draft_lines(drafts: Mapping[str, Any]) -> list[str]:
     """Returns the lines of a report about speculation."""
+    if not drafts["num_drafts"]:
+        return [f"  {'speculation':<22}  no drafts were verified"]
     positions = " ".join(f"{share:.1%}" for share in drafts["acceptance_per_position"])
     return [
         f"  {'speculation':<22}{drafts['acceptance_rate']:>12.1%} of draft tokens accepted: "

@@ -280,10 +280,13 @@ def format_sweep(levels: Sequence[Level]) -> list[str]:
         if has_goodput:
             cells.append(f"{f['goodput']['share']:.1%}")
         if has_drafts:
-            drafts = f.get("speculative_decoding")
-            cells += (
-                [f"{drafts['acceptance_rate']:.1%}", f"{drafts['mean_acceptance_length']:.2f}"] if drafts else ["-"] * 2
+            drafts = f.get("speculative_decoding") or {"num_drafts": 0}
+            shown = (
+                [f"{drafts['acceptance_rate']:.1%}", f"{drafts['mean_acceptance_length']:.2f}"]
+                if drafts["num_drafts"]
+                else ["-", "-"]
             )
+            cells += shown
         lines.append(f"  {level.name:<{width}}" + "".join(f"{cell:>11}" for cell in cells))
     return lines
 

@@ -145,6 +145,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "prediction": {"type": "text", "content": "Hi"}}, "prediction.type"),
     ({"messages": HI, "prediction": {"type": "content", "content": 5}}, "prediction.content"),
     ({"messages": HI, "prediction": {"type": "content"}}, "prediction.content"),
+    ({"messages": HI, "vllm_xargs": {"num_speculative_tokens": -1}}, "vllm_xargs.num_speculative_tokens"),
+    ({"messages": HI, "vllm_xargs": {"num_speculative_tokens": "many"}}, "vllm_xargs.num_speculative_tokens"),
 ]
 
 
@@ -160,6 +162,83 @@ def test_a_prediction_changes_no_token() -> None:
                 "logprobs": True,
             }
             assert (await server.answer(PATH, messages=HI, max_tokens=4, **body))["choices"] == plain["choices"]
+
+    check(test)
+
+
+SPECULATION = {"spec_method": "ngram", "spec_tokens": 3, "per_request_spec_decode_metrics": "detailed"}
+"""With an engine that drafts what its model will write."""
+
+
+def test_an_answer_shows_its_drafts() -> None:
+    async def test(server: Server) -> None:
+        body = {"messages": HI, "max_tokens": 9}
+        whole = await server.answer(PATH, **body)
+        drafts = whole["metrics"]["speculative_decoding"]
+        assert list(drafts) == [
+            "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+            "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "per_step_accepted", "per_step_drafted",
+        ]  # fmt: skip
+        assert drafts["num_accepted_draft_tokens"] == drafts["num_draft_tokens"] == 6
+        assert (drafts["per_step_accepted"], drafts["acceptance_histogram"]) == ([3, 3], [0, 0, 0, 2])
+        assert whole["usage"]["completion_tokens_details"] is None
+        *others, last = await server.stream(PATH, **body)
+        assert last["metrics"] == {"speculative_decoding": drafts}
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert not any("metrics" in chunk for chunk in others)
+        *others, last = await server.stream(PATH, **body, stream_options={"include_usage": True})
+        assert (last["metrics"], last["choices"]) == ({"speculative_decoding": drafts}, [])
+        assert not any("metrics" in chunk for chunk in others)
+        several = {**body, "n": 2, "temperature": 1}
+        assert (await server.answer(PATH, **several))["metrics"] is None
+        assert not any("metrics" in chunk for chunk in await server.stream(PATH, **several))
+        few = await server.answer(PATH, **body, vllm_xargs={"num_speculative_tokens": 1, "other": [1]})
+        assert set(few["metrics"]["speculative_decoding"]["per_step_drafted"]) == {1}
+
+    check(test, engine_flags=SPECULATION)
+
+
+def test_a_batch_shows_the_drafts_of_each_conversation() -> None:
+    async def test(server: Server) -> None:
+        answer = await server.answer(f"{PATH}/batch", messages=[HI, HI], max_tokens=5)
+        assert answer["metrics"] is None
+        for choice in answer["choices"]:
+            assert choice["metrics"]["speculative_decoding"]["num_draft_tokens"] == 3
+
+    check(test, engine_flags=SPECULATION)
+
+
+def test_usage_has_the_tokens_of_a_prediction() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+
+    async def test(server: Server) -> None:
+        body: dict[str, Any] = {"messages": HI, "max_tokens": 40, "temperature": 0}
+        found = await server.answer(PATH, **body)
+        assert found["usage"]["completion_tokens_details"] is None
+        text = found["choices"][0]["message"]["content"]
+        right = {**body, "prediction": {"type": "content", "content": text}}
+        usage = (await server.answer(PATH, **right))["usage"]
+        details = usage["completion_tokens_details"]
+        assert set(details) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+        assert usage["completion_tokens"] / 2 < details["accepted_prediction_tokens"] < usage["completion_tokens"]
+        assert usage["completion_tokens"] == found["usage"]["completion_tokens"], "rejected tokens are none of it"
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        first, *_, last = await server.stream(PATH, **right, stream_options=options)
+        assert last["usage"]["completion_tokens_details"].keys() == details.keys()
+        assert "completion_tokens_details" not in first["usage"], "it is not known before the end"
+        wrong = {**body, "prediction": {"type": "content", "content": "no " + text.replace(" ", " no ")}}
+        details = (await server.answer(PATH, **wrong))["usage"]["completion_tokens_details"]
+        assert details["rejected_prediction_tokens"] > 0
+
+    check(test, executor=None, engine_flags={"speculative_config": drafts})
+
+
+def test_without_speculation_a_prediction_has_no_effect() -> None:
+    async def test(server: Server) -> None:
+        body = {"messages": HI, "max_tokens": 4, "prediction": {"type": "content", "content": "Hi"}}
+        answer = await server.answer(PATH, **body)
+        details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        assert (answer["usage"]["completion_tokens_details"], answer["metrics"]) == (details, None)
 
     check(test)
 

@@ -185,6 +185,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_an_answer_shows_its_drafts_if_it_is_the_only_one() -> None:
+    async def test(server: Server) -> None:
+        body = {"prompt": [5, 6], "max_tokens": 7}
+        drafts = (await server.answer(PATH, **body))["metrics"]
+        assert drafts["speculative_decoding"]["num_accepted_draft_tokens"] == 4
+        *others, last = await server.stream(PATH, **body)
+        assert last["metrics"] == drafts
+        assert not any("metrics" in chunk for chunk in others)
+        *others, last = await server.stream(PATH, **body, stream_options={"include_usage": True})
+        assert (last["metrics"], last["choices"]) == (drafts, [])
+        assert not any("metrics" in chunk for chunk in others)
+        for several in ({"prompt": [[5, 6], [7]]}, {"n": 2, "temperature": 1}):
+            assert (await server.answer(PATH, **body | several))["metrics"] is None
+            assert not any("metrics" in chunk for chunk in await server.stream(PATH, **body | several))
+
+    speculation = {"spec_method": "ngram", "spec_tokens": 2, "per_request_spec_decode_metrics": "summary"}
+    check(test, engine_flags=speculation)
+
+
 def test_a_bad_field_is_named() -> None:
     async def test(server: Server) -> None:
         for body, param in BAD:

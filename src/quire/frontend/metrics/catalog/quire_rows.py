@@ -231,7 +231,7 @@ LEDGER: tuple[MetricSpec, ...] = (
     ),
     of_finished(
         name="request_draft_tokens",
-        help="Draft tokens of a finished request that were verified.",
+        help="Verified draft tokens of a finished request; they add up to spec_decode_num_draft_tokens at rest.",
         value=attrgetter("num_draft_tokens"),
         prefix=QUIRE,
         family="request_tokens",
@@ -239,7 +239,7 @@ LEDGER: tuple[MetricSpec, ...] = (
     ),
     of_finished(
         name="request_accepted_draft_tokens",
-        help="Those of them that were accepted. The sums of both are the counters less live and late requests.",
+        help="Accepted draft tokens of a finished request; they add up to spec_decode_num_accepted_tokens at rest.",
         value=attrgetter("num_accepted_draft_tokens"),
         prefix=QUIRE,
         family="request_tokens",

@@ -109,7 +109,8 @@ class TokenCount:
         self.num_reasoning_tokens: int | None = None
         """Number of completion tokens that are reasoning; None without a parser, and in a stream until its end."""
         self.prediction: tuple[int, int] | None = None
-        """(Accepted, rejected) tokens that were drafted from a prediction; None: the request has none."""
+        """(Accepted, rejected) tokens drafted from the prediction; None without one, and in a stream until an end."""
+        self.has_prediction = False
         self._shows_cached = shows_cached
         self._seen: set[int] = set()
 
@@ -128,10 +129,13 @@ class TokenCount:
     def add_outputs(self, output: RequestOutput) -> None:
         """Adds the tokens of one output."""
         self.num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        if self.prediction is not None:
-            accepted, rejected = self.prediction
-            accepted += sum(completion.num_accepted_prediction_tokens for completion in output.outputs)
-            rejected += sum(completion.num_rejected_prediction_tokens for completion in output.outputs)
+        if not self.has_prediction:
+            return
+        ended = [completion for completion in output.outputs if completion.finish_reason is not None]
+        if ended:
+            accepted, rejected = self.prediction or (0, 0)
+            accepted += sum(completion.num_accepted_prediction_tokens for completion in ended)
+            rejected += sum(completion.num_rejected_prediction_tokens for completion in ended)
             self.prediction = accepted, rejected
 
     def add_reasoning(self, num_tokens: int) -> None:

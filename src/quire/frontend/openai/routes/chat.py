@@ -74,8 +74,7 @@ class ChatWriter:
         self._name = TokenNames(exchange.state.engine.tokenizer, as_ids=as_ids)
         self._num_top_logprobs = chat.params.logprobs or 0
         self._usage = TokenCount(shows_cached=config.enable_prompt_tokens_details) if usage is None else usage
-        if body.prediction is not None:
-            self._usage.prediction = self._usage.prediction or (0, 0)
+        self._usage.has_prediction |= body.prediction is not None
         self._num_outputs = chat.params.n
         self._count_tokens = exchange.state.part(PromptRenderer).count_tokens
         self._sends_usage, self._counts_always = body.wants_usage(is_forced=config.enable_force_include_usage)

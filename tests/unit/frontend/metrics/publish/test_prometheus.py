@@ -188,6 +188,17 @@ def test_drafts_show_themselves_when_there_are_any() -> None:
     assert seen.value("vllm:spec_decode_num_accepted_tokens_per_pos", "1") == 1
 
 
+def test_drafts_of_requests_are_hidden_without_speculation() -> None:
+    logger = make()
+    logger.record(None, IterationStats(1.0, finished_requests=[FINISHED]))
+    assert "draft_tokens" not in logger.exposition()
+    drafted = msgspec.structs.replace(FINISHED, num_draft_tokens=6, num_accepted_draft_tokens=4)
+    logger.record(None, IterationStats(1.0, finished_requests=[FINISHED, drafted]))
+    seen = logger.snapshot()
+    assert (seen.count("quire_request_draft_tokens"), seen.value("quire_request_draft_tokens")) == (1, 6)
+    assert seen.value("quire_request_accepted_draft_tokens") == 4
+
+
 def test_with_speculation_its_series_are_there_from_the_start() -> None:
     setup = MetricsSetup(model_name="m", conditions=frozenset({SPEC_DECODE}), num_spec_tokens=3)
     logger = PrometheusStatLogger(setup)
