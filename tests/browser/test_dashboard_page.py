@@ -351,6 +351,24 @@ def test_tiles_equal_the_metrics(browser: Any, slow_server: ServerProcess) -> No
     window.context.close()
 
 
+def test_speculation_has_a_chart_where_there_is_some(browser: Any, server: ServerProcess) -> None:
+    window = Window(browser, server.url)
+    page = window.open("/ui/dashboard")
+    wait_for_tile(page, "written", r"^\d")
+    assert page.locator("#chart-speculation").count() == 0
+    window.context.close()
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}'
+    with serving(*FLAGS, "-sc", drafts) as speculating:
+        window = Window(browser, speculating.url)
+        page = window.open("/ui/dashboard")
+        page.wait_for_selector("#chart-speculation")
+        with load_on(speculating.url, at_once=2):
+            page.wait_for_function("() => /guessed in the last minute \\d+ % were/.test(words.textContent)")
+        window.keep("dashboard-speculation")
+        window.check()
+        window.context.close()
+
+
 def test_words_and_tiles_say_the_same(browser: Any, server: ServerProcess) -> None:
     window = Window(browser, server.url)
     page = window.open("/ui/dashboard")

@@ -187,7 +187,7 @@ class GenerationBody(FormBody, kw_only=True):
     """Minimum number of tokens per chunk."""
 
     vllm_xargs: ExtraArguments | None = None
-    """Parameters of speculation."""
+    """num_speculative_tokens, 0 to 128: most drafts of the request in a step. Other keys have no effect."""
     session_id: Name | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
