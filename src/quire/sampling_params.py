@@ -300,8 +300,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
         extra: object = self.extra_args
         if extra is not None and not isinstance(extra, dict):
             raise ValidationError(f"extra_args must be a dict, got {type(extra).__name__}", param="extra_args")
-        for bound in EXTRA_FIELDS if extra else ():
-            if bound.name in extra:
+        for bound in EXTRA_FIELDS:
+            if extra and bound.name in extra:
                 bound.validate(extra[bound.name])
         detection: object = self.repetition_detection
         if detection is not None and not isinstance(detection, RepetitionDetectionParams):

@@ -16,10 +16,10 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.errors import ValidationError
 from quire.frontend.client.link import EngineLink
+from quire.frontend.drafts import DraftCounts
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
-from quire.frontend.request_state import DraftCounts
 from quire.frontend.session import SessionInput
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.testing.metrics_audit import MetricsAudit

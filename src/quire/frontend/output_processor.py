@@ -16,9 +16,10 @@ import msgspec
 
 from quire.errors import ClientError, GenerationError, make_error
 from quire.frontend.admission import Reservation
+from quire.frontend.drafts import DraftCounts
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
-from quire.frontend.request_state import DraftCounts, OutputQueue, ParentRequest, RequestState
+from quire.frontend.request_state import OutputQueue, ParentRequest, RequestState
 from quire.frontend.session import SessionInput, SessionState
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer

@@ -18,13 +18,14 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.errors import DeadlineExceededError, PromptTooLongError, ValidationError
 from quire.field_bounds import FieldBound
+from quire.frontend.drafts import DraftCounts
 from quire.frontend.input_processor import InputProcessor, parse_prompt
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.new_request import NewRequest, Params
 from quire.frontend.output_processor import OutputProcessor, OutputProcessorOutput
-from quire.frontend.request_state import DraftCounts, RequestState
+from quire.frontend.request_state import RequestState
 from quire.frontend.session import SessionInput
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.frontend.tracing import RequestTracer, StartupReport, make_span_sender, make_start_phases

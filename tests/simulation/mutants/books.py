@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from quire.frontend.client import link
+from quire.frontend.drafts import DraftCounts
 from quire.frontend.metrics.collect.events import IterationStats, SessionStats
 from quire.frontend.metrics.collect.ledger import Receipt, RequestLedger
 from quire.frontend.metrics.frontend_stats import FrontendStats
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.request_state import DraftCounts, RequestState
+from quire.frontend.request_state import RequestState
 from quire.frontend.supervision.journal import JournalEntry
 from tests.simulation.mutants.registry import Patch, frontend_mutant, wrap
 

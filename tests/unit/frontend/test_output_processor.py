@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import GenerationError
+from quire.frontend.drafts import DraftCounts
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.output_processor import OutputProcessor, fan_out
-from quire.frontend.request_state import DraftCounts
 from quire.frontend.text.detokenizer import IncrementalDetokenizer, TextDetokenizer
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.outputs import Logprob, PoolingRequestOutput, RequestOutput

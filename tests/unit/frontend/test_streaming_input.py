@@ -13,11 +13,11 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.errors import PromptTooLongError, ValidationError
+from quire.frontend.drafts import DraftCounts
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
 from quire.frontend.output_processor import OutputProcessor
-from quire.frontend.request_state import DraftCounts
 from quire.frontend.session import SessionInput
 from quire.frontend.text.detokenizer import IncrementalDetokenizer
 from quire.frontend.text.tokenizer import Tokenizer
