@@ -236,9 +236,9 @@ def _resident_mib(pid: int) -> float:
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024
 
 
-def run(num_requests: int, num_kills: int) -> None:
+def run(num_requests: int, num_kills: int, *more: str) -> None:
     flags = ("--max-num-seqs", str(NUM_SEATS), "--max-num-queued-reqs", str(MAX_QUEUED), "--max-model-len", "256")
-    with serving(*flags, "--disable-uvicorn-access-log", "--core-restart-limit", "100") as server:
+    with serving(*flags, *more, "--disable-uvicorn-access-log", "--core-restart-limit", "100") as server:
         load = asyncio.run(asyncio.wait_for(attack(server, num_requests, num_kills), 1800))
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(TIME_LIMIT_S) == 0
@@ -255,3 +255,8 @@ def test_two_hundred_requests_and_a_death() -> None:
 @pytest.mark.slow
 def test_two_thousand_requests_and_five_deaths() -> None:
     run(2000, 5)
+
+
+@pytest.mark.slow
+def test_six_hundred_requests_with_drafts_and_three_deaths() -> None:
+    run(600, 3, "-sc", '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": false}')

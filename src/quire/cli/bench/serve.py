@@ -50,6 +50,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 TEMPLATE_ROOM = 64
 """Tokens that a chat template may add to a prompt."""
+METRICS_LIMIT_S = 10.0
+"""Longest wait for a server's metrics, without which there are no figures of speculation."""
 
 
 def command_line() -> CommandLine:
@@ -158,7 +160,7 @@ async def _measure(
 
         async def read_metrics() -> Metrics | None:
             try:
-                return Metrics(await client.get_text("/metrics"))
+                return Metrics(await client.get_text("/metrics", limit_s=METRICS_LIMIT_S))
             except QuireError:  # a server need not have any
                 return None
 

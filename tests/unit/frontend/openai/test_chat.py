@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.testing.metrics_audit import read_exposition
+
 from .serving import Server, check
 
 PATH = "/v1/chat/completions"
@@ -194,6 +196,23 @@ def test_an_answer_shows_its_drafts() -> None:
         assert not any("metrics" in chunk for chunk in await server.stream(PATH, **several))
         few = await server.answer(PATH, **body, vllm_xargs={"num_speculative_tokens": 1, "other": [1]})
         assert set(few["metrics"]["speculative_decoding"]["per_step_drafted"]) == {1}
+
+    check(test, engine_flags=SPECULATION)
+
+
+def test_the_cap_of_drafts_is_taken_by_every_route() -> None:
+    async def test(server: Server) -> None:
+        cap = {"vllm_xargs": {"num_speculative_tokens": 0}}
+        one: dict[str, Any] = {"model": "demo", "messages": HI, "max_tokens": 9}
+        for path, body in (
+            (PATH, one),
+            ("/v1/messages", one),
+            ("/v1/responses", {"input": "Hi", "max_output_tokens": 9}),
+        ):
+            await server.answer(path, **body, **cap)
+            assert read_exposition((await server.get("/metrics")).text).value("vllm:spec_decode_num_drafts") == 0, path
+        await server.answer(PATH, **one)
+        assert read_exposition((await server.get("/metrics")).text).value("vllm:spec_decode_num_drafts") == 2
 
     check(test, engine_flags=SPECULATION)
 
