@@ -44,7 +44,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "worker": {"torch", "safetensors", "numpy", "transformers"},
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
-        *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec"),
+        *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec", "safetensors"),
         *("starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
     "replay": {"msgspec", "numpy"},

@@ -90,6 +90,7 @@ class ModelConfig:
         "if there is one, else a certified one of transformers.",
         choices=CHOICES,
     )
+    enable_prompt_embeds: bool = flag(False, "Take prompts as embeddings, too (prompt_embeds).")
     runner: str = flag("auto", "What the model is for.", choices=("auto", "generate", "pooling"))
     convert: str = flag(
         "auto",

@@ -317,8 +317,8 @@ def estimate_num_tokens(prompt: Any) -> int:
     if isinstance(prompt, EngineCoreRequest):
         prompt = prompt.prompt_token_ids
     elif isinstance(prompt, Mapping):
-        ids = prompt.get("prompt_token_ids")
-        prompt = prompt.get("prompt") if ids is None else ids
+        forms = (prompt.get(key) for key in ("prompt_token_ids", "prompt_embeds", "prompt"))
+        prompt = next((form for form in forms if form is not None), None)
     if not hasattr(prompt, "__len__"):
         return 1
     if isinstance(prompt, str):

@@ -18,6 +18,7 @@ from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
+from quire.frontend.embeds import Embeds, EmbedsReader
 from quire.frontend.new_request import MAX_CACHE_SALT_CHARS, NewRequest, ParsedPrompt
 from quire.frontend.session import validate_session_params
 from quire.frontend.text.tokenizer import Tokenizer
@@ -41,7 +42,10 @@ _SEED_BITS = 62
 """Seeds given here leave room below 2**63 for `seed + index` of the n outputs of a prompt."""
 
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time", "prediction"}
+_PROMPT_KEYS = {
+    "prompt", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "cache_salt", "type", "arrival_time",
+    "prediction",
+}  # fmt: skip
 
 
 class InputProcessor:
@@ -59,6 +63,10 @@ class InputProcessor:
         self._supported_tasks = tuple(supported_tasks)
         self._pooling = model_config.pooling
         self._vocab_size = model_config.hf_config.vocab_size
+        self._embeds: EmbedsReader | None = None
+        """None: prompts are text or token ids."""
+        if model_config.enable_prompt_embeds:
+            self._embeds = EmbedsReader(model_config.hf_config.hidden_size, max_model_len)
         self._max_logprobs = model_config.max_logprobs
         self.sampling_defaults = model_config.sampling_defaults
         self._eos_token_id, self._more_eos_ids = _eos_ids(model_config, tokenizer)
@@ -92,6 +100,9 @@ class InputProcessor:
         prompt = self.read_prompt(new.prompt, new.tokenization_kwargs)
         token_ids = prompt.token_ids
         assert token_ids is not None
+        embeds: Embeds | None = prompt.embeds
+        if embeds is not None:
+            _validate_embeds_request(new)
         self._validate_prompt(token_ids, pools=isinstance(new.params, PoolingParams))
         sampling_params = pooling_params = None
         if isinstance(new.params, SamplingParams):
@@ -117,6 +128,8 @@ class InputProcessor:
             trace_headers=new.trace_headers,
             resumable=new.resumable,
             prediction_token_ids=cast("list[int]", prompt.prediction) if prompt.prediction else [],
+            prompt_embeds=embeds,
+            prompt_is_token_ids=prompt.is_token_ids,
         )
         return request, prompt.text if new.prompt_text is None else new.prompt_text
 
@@ -129,6 +142,8 @@ class InputProcessor:
         parsed, kwargs = self._read_prediction(parse_prompt(prompt)), tokenization_kwargs
         if kwargs:
             _validate_tokenization_kwargs(kwargs)
+        if parsed.embeds is not None:
+            return self._read_embeds(parsed, kwargs)
         ids = parsed.token_ids
         if ids is None:
             assert parsed.text is not None
@@ -143,6 +158,39 @@ class InputProcessor:
             side = kwargs.get("truncation_side", "right" if pools else "left")
             ids = ids[:keep] if side == "right" else ids[-keep:]
         return parsed if ids is parsed.token_ids else replace(parsed, token_ids=ids)
+
+    def decode_embeds(self, payload: str) -> Embeds:
+        """Returns prompt embeddings from base64 of a file. Raises ValidationError."""
+        return self._require_embeds().decode(payload)
+
+    def _require_embeds(self) -> EmbedsReader:
+        if self._embeds is None:
+            raise ValidationError(
+                "prompt_embeds are given, and this engine takes text and token ids only; start it with "
+                "--enable-prompt-embeds (LLM(enable_prompt_embeds=True))",
+                param="prompt_embeds",
+            )
+        return self._embeds
+
+    def _read_embeds(self, prompt: ParsedPrompt, kwargs: Mapping[str, Any]) -> ParsedPrompt:
+        """Returns the prompt with its embeddings checked, and an id for each position: 0 where there is no token."""
+        if kwargs.get("truncate_prompt_tokens") is not None:
+            raise ValidationError(
+                "truncate_prompt_tokens cuts tokens; cut prompt_embeds yourself", param="truncate_prompt_tokens"
+            )
+        embeds = self._require_embeds().read(prompt.embeds)
+        ids, mask = prompt.token_ids, prompt.is_token_ids
+        if mask is None:
+            ids = [0] * len(embeds)
+        elif ids is None or not len(ids) == len(mask) == len(embeds):
+            raise ValidationError(
+                f"a mixed prompt has prompt_token_ids ({0 if ids is None else len(ids)}), prompt_is_token_ids "
+                f"({len(mask)}) and prompt_embeds ({len(embeds)} rows) for all its positions; their lengths must agree",
+                param="prompt_is_token_ids",
+            )
+        else:
+            ids = [token_id if is_token else 0 for token_id, is_token in zip(ids, mask, strict=True)]
+        return replace(prompt, embeds=embeds, token_ids=ids)
 
     def _read_prediction(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """Returns the prompt with the ids of its prediction, of which no more than a context is kept."""
@@ -372,6 +420,19 @@ def _eos_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[in
     return primary if primary is not None and primary < vocab_size else None, more
 
 
+def _validate_embeds_request(new: NewRequest) -> None:
+    """Raises ValidationError for what cannot be combined with prompt embeddings."""
+    params = new.params
+    if not isinstance(params, SamplingParams):
+        raise ValidationError("prompt_embeds are for generation; pool text or token ids", param="prompt_embeds")
+    if new.resumable:
+        raise ValidationError("a session of streaming inputs takes text and token ids only", param="prompt_embeds")
+    if params.prompt_logprobs is not None:
+        raise ValidationError(
+            "prompt_logprobs score tokens, and prompt_embeds have none; leave one of them out", param="prompt_logprobs"
+        )
+
+
 def _validate_dimensions(dimensions: int, pooling: PoolingConfig | None) -> None:
     if pooling is None or pooling.head != "embed" or pooling.matryoshka_dims is None:
         raise ValidationError(
@@ -421,8 +482,19 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
                 f"a prompt cannot have {key!r} here; known keys: {', '.join(sorted(_PROMPT_KEYS))}", param=key
             )
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-    if text is None and ids is None:
-        raise ValidationError("a prompt dict needs 'prompt' or 'prompt_token_ids'", param="prompt")
+    embeds, mask = prompt.get("prompt_embeds"), prompt.get("prompt_is_token_ids")
+    if text is None and ids is None and embeds is None:
+        raise ValidationError("a prompt dict needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'", param="prompt")
+    if mask is not None and (
+        embeds is None or not isinstance(mask, Sequence) or any(type(is_token) is not bool for is_token in mask)
+    ):
+        raise ValidationError(
+            "'prompt_is_token_ids' is a list of bools, for a prompt with 'prompt_embeds'", param="prompt_is_token_ids"
+        )
+    if embeds is not None and (text is not None or (ids is None) != (mask is None)):
+        raise ValidationError(
+            "'prompt_embeds' stand alone, or with 'prompt_token_ids' and 'prompt_is_token_ids'", param="prompt_embeds"
+        )
     if text is not None and not isinstance(text, str):
         raise ValidationError(f"'prompt' must be text, got {type(text).__name__}", param="prompt")
     if ids is not None and not is_token_ids(ids):
@@ -434,7 +506,10 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     prediction = prompt.get("prediction") or ()
     if prediction and not isinstance(prediction, str):
         raise ValidationError(f"'prediction' must be text, got {type(prediction).__name__}", param="prediction")
-    return ParsedPrompt(text, None if ids is None else _as_ids(ids), salt, prompt.get("arrival_time"), prediction)
+    token_ids = None if ids is None else _as_ids(ids)
+    return ParsedPrompt(
+        text, token_ids, salt, prompt.get("arrival_time"), prediction, embeds, None if mask is None else list(mask)
+    )
 
 
 def is_token_ids(value: Any) -> bool:

@@ -37,9 +37,22 @@ class TokensPrompt(TypedDict, total=False):
     prediction: str
 
 
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as embeddings: an array or tensor [num_positions, hidden_size].
+
+    With `prompt_token_ids` it is mixed: both have all positions, and `prompt_is_token_ids` is True where the token
+    counts.
+    """
+
+    prompt_embeds: Any
+    prompt_token_ids: list[int]
+    prompt_is_token_ids: list[bool]
+    cache_salt: str
+
+
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A prompt whatever its form: text, ids, or both."""
+    """A prompt whatever its form: text, ids, or both; embeddings with or without ids."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -47,9 +60,13 @@ class ParsedPrompt:
     arrival_time: float | None = None
     prediction: str | Sequence[int] = ()
     """Text or ids that the user expects in the output: drafts are made of them."""
+    embeds: Any = None
+    """An array or tensor with a row for each position; None: no position is an embedding."""
+    is_token_ids: list[bool] | None = None
+    """True for each position that is a token; None: all are of one kind."""
 
 
-PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | ParsedPrompt
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ParsedPrompt
 
 
 Params = SamplingParams | PoolingParams

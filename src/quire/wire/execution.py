@@ -37,6 +37,10 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Tokens that the user expects in the output."""
     cache_salt: str | None = None
     """Isolates what a drafter remembers of past outputs, as it isolates the prefix cache."""
+    prompt_embeds: npt.NDArray[Any] | None = None
+    """[num_prompt_tokens, hidden_size] float32; None: all positions are tokens."""
+    prompt_is_token_ids: list[bool] | None = None
+    """True for each position of `prompt_embeds` that is a token instead; None: none is."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

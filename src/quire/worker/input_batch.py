@@ -59,6 +59,21 @@ class BlockTable:
         return torch.from_numpy(ids).to(device)
 
 
+class PromptEmbeds:
+    """The embeddings of a prompt, and which of its positions they are for."""
+
+    def __init__(self, rows: npt.NDArray[np.float32], is_token_ids: Sequence[bool] | None) -> None:
+        """rows: [num_prompt_tokens, hidden_size]."""
+        self._rows = rows
+        self.is_embed = np.ones(len(rows), bool) if is_token_ids is None else ~np.array(is_token_ids, bool)
+        """[num_prompt_tokens] True where the row counts, not the token."""
+
+    def take(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Returns the positions from `start` to `stop` that are embeddings, and their rows, [n, hidden_size]."""
+        positions = start + np.flatnonzero(self.is_embed[start:stop])
+        return positions, self._rows[positions]
+
+
 class InputBatch:
     """Token ids, lengths, block tables and sampling parameters of the running requests."""
 
@@ -76,6 +91,8 @@ class InputBatch:
         self.sampling = SamplingTable(max_num_reqs)
         self.draft_hints: dict[str, tuple[npt.NDArray[np.int32] | None, str | None]] = {}
         """(predicted outputs, cache salt) of the requests that have either."""
+        self.embeds: dict[str, PromptEmbeds] = {}
+        """The requests whose prompts are embeddings, at least in part."""
         self.version = 0
         """Changes whenever a row gets another request."""
 
@@ -99,12 +116,14 @@ class InputBatch:
         if request.prediction_token_ids or request.cache_salt is not None:
             prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
             self.draft_hints[request.req_id] = prediction, request.cache_salt
+        prompt = request.prompt_token_ids
+        if request.prompt_embeds is not None:
+            embeds = self.embeds[request.req_id] = PromptEmbeds(request.prompt_embeds, request.prompt_is_token_ids)
+            prompt = [prompt[i] for i in np.flatnonzero(~embeds.is_embed)]  # penalties count tokens only
         for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):
             table.set_row(row, block_ids)
         if request.sampling_params is not None:
-            self.sampling.set_row(
-                row, request.req_id, request.sampling_params, request.prompt_token_ids, request.output_token_ids
-            )
+            self.sampling.set_row(row, request.req_id, request.sampling_params, prompt, request.output_token_ids)
         self.version += 1
 
     def remove_request(self, req_id: str) -> None:
@@ -113,6 +132,7 @@ class InputBatch:
         if row is None:
             return
         self.draft_hints.pop(req_id, None)
+        self.embeds.pop(req_id, None)
         self.sampling.clear_row(row)
         last = len(self.req_ids) - 1
         if row != last:
@@ -125,6 +145,7 @@ class InputBatch:
         self.req_ids.clear()
         self.rows.clear()
         self.draft_hints.clear()
+        self.embeds.clear()
         self.sampling.histories.clear()
         self.version += 1
 
@@ -201,6 +222,8 @@ class StepInputs:
     """Indices of the requests that sample: those whose last token is in the step."""
     num_drafts: npt.NDArray[np.int64] | None
     """[num_reqs] the last tokens of each request that are drafts; None: there are no drafts in the step."""
+    embeds: tuple[Tensor, Tensor] | None = None
+    """Tokens that are embeddings, [n] int64, and their rows, [n, hidden_size] float32; None: there are none."""
 
     @property
     def logits_indices(self) -> npt.NDArray[np.int64]:
@@ -256,4 +279,21 @@ def make_step_inputs(
         attention=attention,
         sampling=np.flatnonzero(certain_lens == batch.num_tokens[rows]),
         num_drafts=num_drafts,
+        embeds=_find_embeds(batch, rows, starts, computed, seq_lens, device) if batch.embeds else None,
     )
+
+
+def _find_embeds(
+    batch: InputBatch, rows: Rows, starts: Rows, computed: Rows, seq_lens: Rows, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Returns the tokens of a step that are embeddings, and their rows; None: there are none."""
+    indices, values = [], []
+    for row, start, first, stop in zip(*(a.tolist() for a in (rows, starts, computed, seq_lens)), strict=True):
+        embeds = batch.embeds.get(batch.req_ids[row])
+        if embeds is not None and embeds.is_embed[first:stop].any():
+            positions, found = embeds.take(first, stop)
+            indices.append(positions - first + start)
+            values.append(found)
+    if not indices:
+        return None
+    return torch.from_numpy(np.concatenate(indices)).to(device), torch.from_numpy(np.concatenate(values)).to(device)

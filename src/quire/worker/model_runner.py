@@ -123,7 +123,13 @@ class ModelRunner:
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
         segments = None if self.pooler is None else self.pooler.segments(req_ids, inputs)
         hidden, *tapped = self._forward(
-            inputs.input_ids, inputs.positions, inputs.query_lens, inputs.attention, self.kv_cache, segments
+            inputs.input_ids,
+            inputs.positions,
+            inputs.query_lens,
+            inputs.attention,
+            self.kv_cache,
+            segments,
+            inputs.embeds,
         )
         if self.pooler is not None:
             output = self.pooler.pool(req_ids, inputs, hidden)
@@ -186,6 +192,7 @@ class ModelRunner:
         attention: Sequence[AttentionBatch],
         kv_cache: KVCacheMemory,
         segments: Tensor | None = None,
+        embeds: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns the last hidden states, and those of the model's taps."""
         if self._transient is not None:
@@ -194,9 +201,10 @@ class ModelRunner:
             self.backend.make_metadata(batch, spec) for batch, spec in zip(attention, kv_cache.specs, strict=True)
         ]
         with set_forward_context(
-            ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches, segments)
+            ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches, segments, embeds)
         ):
-            states = self._run_model(input_ids, positions)
+            run = self._run_model if embeds is None else self.model  # plans look every token up
+            states = run(input_ids, positions)
         return states if isinstance(states, tuple) else (states,)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.config.engine import EngineConfig
 from quire.config.observability import ProfilerConfig
+from quire.errors import ConfigError
 from quire.logger import init_logger
 from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -74,6 +75,11 @@ class Worker:
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
         placement = Placement(self.device, self.dtype, self.kernels)
         loaded = load_weights(model, self.config.load_config, placement)
+        if model.enable_prompt_embeds and not getattr(loaded.model, "takes_prompt_embeds", False):
+            raise ConfigError(
+                f"--enable-prompt-embeds: {type(loaded.model).__name__} takes token ids only, not embeddings; leave "
+                "the flag out"
+            )
         self.loaded = [loaded]
         """The target, and the drafter if it is a model."""
         self._runner = ModelRunner(

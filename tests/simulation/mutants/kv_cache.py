@@ -139,8 +139,8 @@ def hash_without_adapter(patch: Patch) -> None:
 def _drop_extra_keys(patch: Patch, tag: str) -> None:
     original = hashing.block_extra_keys
 
-    def block_extra_keys(request: Any, index: int) -> Any:
-        return tuple(key for key in original(request, index) or () if key[0] != tag) or None
+    def block_extra_keys(request: Any, index: int, block_size: int) -> Any:
+        return tuple(key for key in original(request, index, block_size) or () if key[0] != tag) or None
 
     for module in (hashing, block_pool):
         patch.setattr(module, "block_extra_keys", block_extra_keys)

@@ -118,7 +118,8 @@ class BlockPool:
         for index in block_range:
             token_ids = tuple(request.all_token_ids[index * block_size : (index + 1) * block_size])
             block_hash = request.block_hashes[index]
-            parent = self._find_or_make_content(block_hash, parent, token_ids, block_extra_keys(request, index))
+            extra_keys = block_extra_keys(request, index, block_size)
+            parent = self._find_or_make_content(block_hash, parent, token_ids, extra_keys)
             for table, suffix in zip(tables, self._group_suffixes, strict=True):
                 block = table[index]
                 if block.is_null:

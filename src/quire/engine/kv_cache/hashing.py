@@ -12,8 +12,11 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+
 from quire.engine.kv_cache.block import BlockContent, BlockHash, ExtraKeys
 from quire.engine.request import BlockHasher, Request
+from quire.wire.engine_core import EngineCoreRequest
 
 NONE_HASH: BlockHash = sha256(b"quire: the parent of a first block").digest()
 """The parent of a first block: a constant, so that hashes agree between processes without any seed."""
@@ -38,7 +41,7 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
     return digest.digest()
 
 
-def block_extra_keys(request: Request, block_index: int) -> ExtraKeys | None:
+def block_extra_keys(request: Request, block_index: int, block_size: int) -> ExtraKeys | None:
     """Returns what besides tokens and parent distinguishes block `block_index` of `request`; None: nothing.
 
     The salt enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
@@ -47,9 +50,26 @@ def block_extra_keys(request: Request, block_index: int) -> ExtraKeys | None:
     keys: ExtraKeys = ()
     if request.lora_request is not None:
         keys += (("lora", request.lora_request.lora_name, request.lora_request.lora_path),)
+    if request.origin.prompt_embeds is not None:
+        digest = _hash_embeds(request.origin, block_index * block_size, (block_index + 1) * block_size)
+        keys += (("prompt_embeds", digest),) if digest else ()
     if request.cache_salt is not None and block_index == 0:
         keys += (("cache_salt", request.cache_salt),)
     return keys or None
+
+
+def _hash_embeds(origin: EngineCoreRequest, start: int, stop: int) -> bytes | None:
+    """Returns the digest of the positions from `start` to `stop` of a prompt of embeddings: which are embeddings, and
+    their rows. None: none is."""
+    embeds, is_token_ids = origin.prompt_embeds, origin.prompt_is_token_ids
+    assert embeds is not None
+    rows = embeds[start:stop]
+    are_embeds = np.ones(len(rows), bool) if is_token_ids is None else ~np.array(is_token_ids[start:stop], bool)
+    if not are_embeds.any():
+        return None
+    digest = sha256(are_embeds.tobytes())
+    digest.update(np.ascontiguousarray(rows[are_embeds]).data)
+    return digest.digest()
 
 
 def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block) -> BlockHasher:
@@ -65,7 +85,7 @@ def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block)
         parent = known[-1] if known else None
         for index in range(first, stop):
             token_ids = request.all_token_ids[index * block_size : (index + 1) * block_size]
-            parent = hash_function(parent, token_ids, block_extra_keys(request, index))
+            parent = hash_function(parent, token_ids, block_extra_keys(request, index, block_size))
             new.append(parent)
         return new
 
@@ -128,4 +148,5 @@ class PrefixQuery:
     def _equals_block(self, content: BlockContent, index: int) -> bool:
         start = index * self._block_size
         token_ids = tuple(self.request.all_token_ids[start : start + self._block_size])
-        return content.token_ids == token_ids and content.extra_keys == block_extra_keys(self.request, index)
+        extra_keys = block_extra_keys(self.request, index, self._block_size)
+        return content.token_ids == token_ids and content.extra_keys == extra_keys

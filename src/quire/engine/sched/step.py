@@ -127,6 +127,8 @@ class StepBuilder:
                 pooling_params=request.origin.pooling_params,
                 output_token_ids=request.output_token_ids,
                 lora_request=request.lora_request,
+                prompt_embeds=request.origin.prompt_embeds,
+                prompt_is_token_ids=request.origin.prompt_is_token_ids,
             )
         )
         request.unsent_token_ids = []

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import hmac
 import json
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ValidationError
 from quire.frontend.admission import estimate_text_tokens
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.embeds import Embeds
 from quire.frontend.http.auth import shown_key
 from quire.frontend.http.endpoint import Exchange
 from quire.frontend.new_request import ParsedPrompt
@@ -40,7 +44,7 @@ class PromptRenderer:
 
     def read_prompt(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | ParsedPrompt | Embeds,
         options: Mapping[str, Any],
         *,
         cache_salt: str | None = None,
@@ -51,8 +55,14 @@ class PromptRenderer:
 
         Unless `max_tokens` is 0 it must leave room for so many tokens (None: for one). Raises ValidationError.
         """
-        text, ids = (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
-        parsed = self._processor.read_prompt(ParsedPrompt(text, ids, cache_salt, prediction=prediction or ()), options)
+        if isinstance(prompt, str):
+            parsed = ParsedPrompt(prompt)
+        elif isinstance(prompt, np.ndarray):
+            parsed = ParsedPrompt(embeds=prompt)
+        else:
+            parsed = prompt if isinstance(prompt, ParsedPrompt) else ParsedPrompt(token_ids=list(prompt))
+        parsed = replace(parsed, cache_salt=cache_salt, prediction=prediction or ())
+        parsed = self._processor.read_prompt(parsed, options)
         if max_tokens != 0:
             self._processor.validate_room(len(parsed.token_ids or ()), max_tokens)
         return parsed
@@ -106,6 +116,44 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
+    def splice(self, text: str, embeds: EmbedsInChat, options: Mapping[str, Any]) -> ParsedPrompt:
+        """Returns the prompt of a rendered conversation with its embeddings in the places of their marks. Raises
+        ValidationError if the template has left one out, or repeated it."""
+        assert self._tokenizer is not None, "a conversation was rendered"
+        pieces = embeds.split(text)
+        ids: list[int] = []
+        is_token_ids: list[bool] = []
+        rows: list[Embeds] = []
+        for i, piece in enumerate(pieces):
+            if i:
+                array = embeds.arrays[i - 1]
+                ids += [0] * len(array)
+                is_token_ids += [False] * len(array)
+                rows.append(array)
+            piece_ids = self._tokenizer.encode(piece, bool(options.get("add_special_tokens", True)) and not i)
+            ids += piece_ids
+            is_token_ids += [True] * len(piece_ids)
+            rows.append(np.zeros((len(piece_ids), embeds.arrays[0].shape[1]), np.float32))
+        return ParsedPrompt("".join(pieces), ids, embeds=np.concatenate(rows), is_token_ids=is_token_ids)
+
+    def take_embeds(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], EmbedsInChat]:
+        """Returns a conversation with a mark in the place of each part of type prompt_embeds, and what the marks stand
+        for. Raises ValidationError."""
+        embeds = EmbedsInChat()
+        marked: list[Mapping[str, Any]] = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list) and any(map(_is_embeds_part, content)):
+                parts = [
+                    {"type": "text", "text": embeds.add(self._processor.decode_embeds(part["data"]))}
+                    if _is_embeds_part(part)
+                    else part
+                    for part in content
+                ]
+                message = {**message, "content": parts}
+            marked.append(message)
+        return marked, embeds
+
     def find_token(self, text: str) -> int | None:
         """Returns the id of the token that is written `text`; None if there is none."""
         return None if self._tokenizer is None else self._tokenizer.convert_tokens_to_ids([text])[0]
@@ -118,6 +166,34 @@ class PromptRenderer:
         if len(text) <= LONG_TEXT_CHARS:
             return len(tokenizer.encode(text, False))
         return await self._thread.run(lambda: len(tokenizer.encode(text, False)))
+
+
+class EmbedsInChat:
+    """The embeddings in a conversation, each with a text that stands in its place until the template is rendered."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Embeds] = []
+        self._mark = f"<embeds {uuid.uuid4().hex}>"
+
+    def add(self, array: Embeds) -> str:
+        """Returns the text to put in the place of an array."""
+        self.arrays.append(array)
+        return self._mark
+
+    def split(self, text: str) -> list[str]:
+        """Returns the texts before, between and after the arrays. Raises ValidationError."""
+        pieces = text.split(self._mark)
+        if len(pieces) != len(self.arrays) + 1:
+            raise ValidationError(
+                f"the chat template shows {len(pieces) - 1} of {len(self.arrays)} parts of prompt_embeds; put them "
+                "where it repeats the text of a message once",
+                param="messages",
+            )
+        return pieces
+
+
+def _is_embeds_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "prompt_embeds" and isinstance(part.get("data"), str)
 
 
 def cache_salt(exchange: Exchange, given: str | None) -> str | None:
@@ -217,8 +293,9 @@ async def render_prompts(
     salt = cache_salt(exchange, body.cache_salt)
 
     def render(each: ChatBody) -> ParsedPrompt:
+        messages, embeds = renderer.take_embeds(each.messages)
         text = renderer.render_chat(
-            each.messages,
+            messages,
             chat_template=each.chat_template,
             tools=plan.tools,
             documents=each.documents,
@@ -226,8 +303,9 @@ async def render_prompts(
             continue_final_message=each.continue_final_message,
             variables=each.template_variables(),
         )
+        prompt = renderer.splice(text, embeds, options) if embeds.arrays else text
         prediction = "" if each.prediction is None else each.prediction.text
-        return renderer.read_prompt(text, options, cache_salt=salt, max_tokens=max_tokens, prediction=prediction)
+        return renderer.read_prompt(prompt, options, cache_salt=salt, max_tokens=max_tokens, prediction=prediction)
 
     return await exchange.convert(lambda: list(map(render, bodies)))
 

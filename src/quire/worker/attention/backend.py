@@ -179,6 +179,8 @@ class ForwardContext:
     kv_caches: Mapping[str, KVCache]
     segments: Tensor | None = None
     """[num_tokens] int64, 1 for tokens of the second text of a pair; None if there is no such pair."""
+    embeds: tuple[Tensor, Tensor] | None = None
+    """Tokens that are embeddings, [n] int64, and their rows, [n, hidden_size] float32; None: there are none."""
 
 
 _current: ContextVar[ForwardContext] = ContextVar("forward_context")

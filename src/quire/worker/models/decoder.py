@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
 from quire.config.tensor_names import names_of, renamed
-from quire.worker.attention.backend import States
+from quire.worker.attention.backend import States, get_forward_context
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear, Scale
 from quire.worker.layers.rotary import RotaryEmbedding
@@ -53,6 +53,9 @@ class Decoder(nn.Module):
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]; with taps, that and the residual stream before
         each of those layers."""
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
+        embeds = get_forward_context().embeds
+        if embeds is not None:
+            x[embeds[0]] = embeds[1].to(x.dtype)
         if self.embed_scale is not None:
             x = self.embed_scale(x)
         if self.embed_positions is not None:
@@ -81,6 +84,11 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = (
             None if hf.tie_word_embeddings else Linear(hf.hidden_size, hf.vocab_size, spec.head_bias, spec=head)
         )
+
+    @property
+    def takes_prompt_embeds(self) -> bool:
+        """True if no layer but the first reads token ids."""
+        return self.model.layer_inputs is None
 
     def checkpoint_name(self, name: str) -> str | None:
         return renamed(name, self.names)

@@ -129,9 +129,9 @@ def test_digest_is_the_same_in_every_process() -> None:
 def test_salt_enters_the_first_block_only_and_none_is_not_empty() -> None:
     tokens = letters("ABCDEFGH")
     unsalted, empty, salted = (ModelRequest("r", list(tokens), cache_salt=salt) for salt in (None, "", "x"))
-    assert block_extra_keys(unsalted, 0) is None
-    assert block_extra_keys(empty, 0) == (("cache_salt", ""),)
-    assert block_extra_keys(salted, 1) is None
+    assert block_extra_keys(unsalted, 0, 4) is None
+    assert block_extra_keys(empty, 0, 4) == (("cache_salt", ""),)
+    assert block_extra_keys(salted, 1, 4) is None
     for index in range(2):  # the second block is told apart by its parent
         assert len({request.block_hashes[index] for request in (unsalted, empty, salted)}) == 3
 
@@ -141,7 +141,7 @@ def test_lora_enters_every_block_by_name_and_path() -> None:
         ModelRequest("r", letters("ABCDEFGH"), lora_request=lora)
         for lora in (None, LORA, LoRARequest("sql", 1, "/adapters/sql-2"), LoRARequest("sql2", 1, "/adapters/sql"))
     ]
-    assert block_extra_keys(requests[1], 5) == (("lora", "sql", "/adapters/sql"),)
+    assert block_extra_keys(requests[1], 5, 4) == (("lora", "sql", "/adapters/sql"),)
     assert len({request.block_hashes[0] for request in requests}) == 4
     same = ModelRequest("r", letters("ABCDEFGH"), lora_request=LoRARequest("sql", 9, "/adapters/sql"))
     assert same.block_hashes == requests[1].block_hashes  # the int id is local to a process

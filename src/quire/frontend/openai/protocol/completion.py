@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from quire.errors import ValidationError
+from quire.frontend.embeds import Embeds
 from quire.frontend.http.bodies import Count, Text, TokenId, TokenIds
 from quire.frontend.openai.protocol.sampling import GenerationBody, bound_of
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Embeds
 Prompts = Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=1 << 24)]
 """Text, token ids, or a list of either."""
 
@@ -52,10 +54,23 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool = True
     best_of: Annotated[int, bound_of("n")] | None = None
     prompt_embeds: Text | Annotated[list[Text], Meta(max_length=1024)] | None = None
+    """Prompts as embeddings, before those of `prompt`: base64 of a safetensors or .npy file, or a list of them."""
 
     EXAMPLE = {"prompt": "A quire is", "max_tokens": 20}  # noqa: RUF012
-    NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ("",), "prompt_embeds": ([],), "thinking_token_budget": (-1,)}  # noqa: RUF012
+    NEUTRAL = {**GenerationBody.NEUTRAL, "suffix": ("",), "thinking_token_budget": (-1,)}  # noqa: RUF012
 
-    def prompts(self, max_num_prompts: int) -> list[Prompt]:
-        """Returns each prompt as text or token ids. Raises ValidationError."""
-        return as_prompts(self.prompt, "prompt", max_num_prompts)
+    def prompts(self, max_num_prompts: int, decode_embeds: Callable[[str], Embeds]) -> list[Prompt]:
+        """Returns each prompt as embeddings, text or token ids. Raises ValidationError."""
+        payloads = [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+        if not payloads:
+            return as_prompts(self.prompt, "prompt", max_num_prompts)
+        if self.echo:
+            raise ValidationError("echo repeats a text, and prompt_embeds have none; leave it out", param="echo")
+        others = as_prompts(self.prompt, "prompt", max_num_prompts) if self.prompt else []
+        if len(payloads) + len(others) > max_num_prompts:
+            raise ValidationError(
+                f"prompt_embeds and prompt hold {len(payloads) + len(others)} prompts; a request may have "
+                f"{max_num_prompts} (--max-prompts-per-request)",
+                param="prompt_embeds",
+            )
+        return [*map(decode_embeds, payloads), *others]

@@ -67,8 +67,9 @@ async def plan_completion(
 ) -> tuple[list[Prompt], SamplingParams]:
     """Returns (the prompts as the body has them, the parameters that they share). Raises ValidationError."""
     state = exchange.state
-    texts = body.prompts(state.config.max_prompts_per_request)
-    defaults = state.engine.pipeline.input_processor.sampling_defaults
+    processor = state.engine.pipeline.input_processor
+    limit, defaults = state.config.max_prompts_per_request, processor.sampling_defaults
+    texts = await exchange.convert(lambda: body.prompts(limit, processor.decode_embeds))
     params = await exchange.convert(lambda: _sampling_params(body, {"max_tokens": default_limit, **defaults}))
     state.check_num_outputs(len(texts) * params.n)
     return texts, params
