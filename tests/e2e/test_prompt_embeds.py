@@ -1,5 +1,5 @@
-"""A prompt's own rows of the embedding table, given as embeddings, yield its bits: alone, in company, in chunks, cached,
-preempted, mixed with tokens, speculated, and after the death of the core."""
+"""A prompt's own rows of the embedding table, given as embeddings, yield its bits: alone, in company, in chunks,
+cached, preempted, mixed with tokens, and with speculation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config.model import ASSETS_DIR
 from quire.errors import ConfigError, ValidationError
 from quire.outputs import RequestOutput
@@ -117,9 +117,11 @@ def test_what_embeddings_cannot_be_combined_with() -> None:
         for more in ({"prompt": "text"}, {"prompt_token_ids": [1]}, {"prompt_is_token_ids": [True] * 5}):
             with pytest.raises(ValidationError, match="'prompt_embeds' stand alone, or with"):
                 llm.generate({**embeds, **more}, use_tqdm=False)
+        mixed = {"prompt_token_ids": [1] * 5, "prompt_is_token_ids": [True] * 4}
         with pytest.raises(ValidationError, match="their lengths must agree"):
-            mixed = {"prompt_token_ids": [1] * 5, "prompt_is_token_ids": [True] * 4}
             llm.generate({**embeds, **mixed}, use_tqdm=False)
+        with pytest.raises(ValidationError, match="beam_search takes text and token ids"):
+            llm.beam_search([embeds], BeamSearchParams(beam_width=2, max_tokens=2))
     with LLM(max_model_len=64, num_gpu_blocks_override=16) as llm:  # noqa: SIM117
         with pytest.raises(ValidationError, match="start it with --enable-prompt-embeds"):
             llm.generate(embeds, use_tqdm=False)

@@ -9,6 +9,7 @@ import asyncio
 import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from quire import EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -69,12 +70,15 @@ REQUESTS: dict[str, SamplingParams] = {
         n=2, max_tokens=LENGTH, structured_outputs=StructuredOutputsParams(regex="([a-z]{3} ){12}[.]")
     ),
 }
+REQUESTS["embeddings"] = SamplingParams(seed=20, max_tokens=LENGTH, logprobs=1, ignore_eos=True)
+EMBEDS = np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32)
 ARGS = {
     dtype: EngineArgs(
         model="demo",
         dtype=dtype,
         max_model_len=512,
         num_gpu_blocks_override=400,
+        enable_prompt_embeds=True,
         core_restart_limit=10_000,
         core_restart_window_s=1.0,
     )
@@ -105,7 +109,8 @@ def _num_tokens() -> int:
 async def _read(engine: Engine, history: History, name: str, kind: RequestOutputKind, assassin: Assassin) -> None:
     params = REQUESTS[name].clone()
     params.output_kind = kind
-    await read(engine, history, name, f"{PROMPT}, {name}", params, assassin.on_progress)
+    prompt = {"prompt_embeds": EMBEDS} if name == "embeddings" else f"{PROMPT}, {name}"
+    await read(engine, history, name, prompt, params, assassin.on_progress)
 
 
 class Undisturbed(NamedTuple):

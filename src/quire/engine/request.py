@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
+
+import numpy.typing as npt
 
 from quire.engine.structured_output.request import StructuredOutputRequest
 from quire.errors import QuireError, ValidationError
@@ -110,8 +113,7 @@ class Request:
         prompt = origin.prompt_token_ids
         if not prompt:
             raise ValidationError(
-                f"request {origin.request_id} has no prompt tokens; at least 1 is needed (prompt embeddings are not "
-                "supported)",
+                f"request {origin.request_id} has no prompt tokens; at least 1 is needed (0 for an embedding)",
                 param="prompt",
             )
         params = origin.sampling_params
@@ -229,6 +231,11 @@ class Request:
     def cache_salt(self) -> str | None:
         """Isolates the request's prefix cache."""
         return self.origin.cache_salt
+
+    @property
+    def prompt_embeds(self) -> npt.NDArray[Any] | None:
+        """[num_prompt_tokens, hidden_size] the embeddings of the prompt; None: it is tokens only."""
+        return self.origin.prompt_embeds
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

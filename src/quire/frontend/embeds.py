@@ -26,7 +26,11 @@ Embeds = npt.NDArray[np.float32]
 """[num_positions, hidden_size]"""
 
 _NUMPY_MAGIC, _ZIP_MAGIC, _PICKLE_MAGIC = b"\x93NUMPY", b"PK\x03\x04", b"\x80"
-_SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
 
 
 class EmbedsReader:

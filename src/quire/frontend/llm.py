@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
 from quire.frontend import beam_search
+from quire.errors import ValidationError
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.new_request import PromptType
@@ -230,6 +231,8 @@ class LLM:
             return [(output.outputs[0].logprobs or [{}])[0] for output in outputs]
 
         prepared = self._batch.prepare(prompts, step_params, lora_request=lora_request)
+        if any(request.prompt_embeds is not None for request, _ in prepared):
+            raise ValidationError("beam_search takes text and token ids, not prompt_embeds", param="prompt_embeds")
         all_ids = [request.prompt_token_ids or [] for request, _ in prepared]
         size = max(1, concurrency_limit or len(all_ids))
         results = []

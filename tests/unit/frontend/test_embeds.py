@@ -64,7 +64,11 @@ def test_numpy_files_are_read(version: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_safetensors_and_tensors_are_read(dtype: torch.dtype) -> None:
     tensor = torch.from_numpy(ROWS).to(dtype)
-    for found in (READER.decode(text(save_torch({"any name": tensor}))), READER.read(tensor), READER.read(tensor[None])):
+    for found in (
+        READER.decode(text(save_torch({"any name": tensor}))),
+        READER.read(tensor),
+        READER.read(tensor[None]),
+    ):
         assert torch.equal(torch.from_numpy(found), tensor.float())
 
 

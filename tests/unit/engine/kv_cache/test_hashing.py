@@ -8,14 +8,19 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.kv_cache.block import ExtraKeys
 from quire.engine.kv_cache.hashing import NONE_HASH, block_extra_keys, hash_block, make_block_hasher
+from quire.engine.request import Request
 from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import EngineCoreRequest
 from tests.unit.engine.kv_cache.model import ModelRequest, letters
 
 LORA = LoRARequest("sql", 1, "/adapters/sql")
@@ -158,3 +163,36 @@ def test_hash_function_can_be_replaced() -> None:
     request = ModelRequest("r", [1, 2, 3, 4, 5])
     request.block_hashes = []
     assert hasher(request) == [b"\1\2", b"\1\2\3\4"]
+
+
+# -- prompt embeddings ------------------------------------------------------------------------------------------------
+
+
+def embeds_request(rows: Any, is_token_ids: list[bool] | None = None, ids: list[int] | None = None) -> Request:
+    origin = EngineCoreRequest("r", ids or [0] * len(rows), SamplingParams(), None, 0.0)
+    origin.prompt_embeds, origin.prompt_is_token_ids = rows, is_token_ids
+    return Request(origin, make_block_hasher(4))
+
+
+def test_rows_enter_the_blocks_that_they_are_in() -> None:
+    rows = np.arange(24, dtype=np.float32).reshape(12, 2)
+    others = rows.copy()
+    others[5] += 1
+    first, second = embeds_request(rows), embeds_request(others)
+    assert first.block_hashes == embeds_request(rows.copy()).block_hashes
+    assert first.block_hashes[0] == second.block_hashes[0]
+    assert first.block_hashes[1] != second.block_hashes[1]
+    assert block_extra_keys(first, 2, 4) == block_extra_keys(second, 2, 4)  # the chain tells them apart
+    assert first.block_hashes[2] != second.block_hashes[2]
+
+
+def test_which_positions_are_tokens_counts_and_rows_of_tokens_do_not() -> None:
+    rows = np.ones((8, 2), np.float32)
+    mask = [True, False, True, True, True, True, True, True]
+    ids = [5, 0, 6, 7, 1, 2, 3, 4]
+    first = embeds_request(rows, mask, ids)
+    others = rows.copy()
+    others[[0, 2, 3]] = 9
+    assert embeds_request(others, mask, ids).block_hashes == first.block_hashes
+    assert embeds_request(rows, [True, False, False, *mask[3:]], ids).block_hashes[0] != first.block_hashes[0]
+    assert block_extra_keys(first, 1, 4) is None  # tokens only
