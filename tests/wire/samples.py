@@ -161,7 +161,7 @@ OUTPUT = EngineCoreOutput(
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
-NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt")
+NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True])
 CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
 BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")

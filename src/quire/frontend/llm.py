@@ -19,8 +19,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from tqdm import tqdm
 
 from quire.config.engine_args import EngineArgs
-from quire.frontend import beam_search
 from quire.errors import ValidationError
+from quire.frontend import beam_search
 from quire.frontend.batch import BatchRunner, LoRAs, Params, UseTqdm
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.new_request import PromptType

@@ -182,7 +182,7 @@ def test_rows_enter_the_blocks_that_they_are_in() -> None:
     assert first.block_hashes == embeds_request(rows.copy()).block_hashes
     assert first.block_hashes[0] == second.block_hashes[0]
     assert first.block_hashes[1] != second.block_hashes[1]
-    assert block_extra_keys(first, 2, 4) == block_extra_keys(second, 2, 4)  # the chain tells them apart
+    assert block_extra_keys(first, 2, 4) == block_extra_keys(second, 2, 4)  # the chain differs
     assert first.block_hashes[2] != second.block_hashes[2]
 
 
