@@ -14,7 +14,7 @@ import msgspec
 
 from quire.cli.batch_files import InputRow, row_id
 from quire.config.server import ServerConfig
-from quire.errors import ValidationError, nearest
+from quire.errors import EngineDeadError, ValidationError, nearest
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.endpoint import DEFAULT_SEED, Endpoint
 from quire.frontend.http.errors import error_body
@@ -57,11 +57,19 @@ class RowServer:
         """Answers all rows, `window` at a time, and calls `write` with the key of each and its result. Raises
         EngineDeadError once the engine is gone for good."""
 
+        death: EngineDeadError | None = None
+
         async def answer_some() -> None:
-            for row in rows:
-                write(row.key, await self._answer(row))
+            nonlocal death
+            try:
+                for row in rows:
+                    write(row.key, await self._answer(row))
+            except EngineDeadError as e:  # the others end, too; answers that came before are written
+                death = e
 
         await asyncio.gather(*(answer_some() for _ in range(window)))
+        if death is not None:
+            raise death
 
     async def _answer(self, row: InputRow) -> dict[str, Any]:
         """Returns the result in OpenAI's form."""
@@ -71,8 +79,8 @@ class RowServer:
             status, answer = await self._post(endpoint, body, request_id, _row_seed(self._seed, row.key))
         except ValidationError as e:
             status, answer = e.status_code, json.dumps(error_body(e)).encode()
-        if status >= 500 and self._engine.dead_error is not None:
-            raise self._engine.dead_error
+        if status >= 500:
+            await self._engine.check_health()  # a row that a dead engine failed has no answer yet
         is_named = isinstance(custom_id, str)
         return {
             "id": f"batch_req_{request_id[:16]}" if is_named else row_id(row.line_number),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from quire.cli import batch_files
 from quire.cli.batch_files import ResultFile
 from quire.cli.batch_rows import RowServer
 from quire.cli.main import main
+from quire.frontend.client.inproc import AsyncInprocClient
+from quire.wire.engine_core import EngineCoreOutputs
 from tests.seeds import examples
 
 Capture = pytest.CaptureFixture[str]
@@ -238,6 +241,40 @@ def test_resume_after_the_engine_died_for_good(batch: Batch, capsys: Capture) ->
     assert batch.run(executor="Mortal") == 1
     assert "run the same command again to go on" in capsys.readouterr().err
     assert 0 < len(batch.answers()) < 4
+    assert batch.run() == 0
+    assert set(batch.answers()) == {"r0", "r1", "r2", "r3"}
+
+
+def test_a_row_that_meets_a_dead_engine_before_its_death_is_known_has_no_answer(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core dies while its last outputs wait to be taken: the end of r0 among them, after which r2 is sent."""
+    get_output, post, has_failed = AsyncInprocClient.get_output_async, RowServer._post, asyncio.Event()
+    num_taken = 0
+
+    async def take_late(client: AsyncInprocClient) -> EngineCoreOutputs:
+        nonlocal num_taken
+        num_taken += 1
+        outputs = await get_output(client)
+        while not client.engine_dead:
+            await asyncio.sleep(0.001)
+        if num_taken > 1:
+            await has_failed.wait()
+        return outputs
+
+    async def watched(server: RowServer, *args: Any) -> tuple[int, bytes]:
+        status, answer = await post(server, *args)
+        if status >= 500:
+            has_failed.set()
+        return status, answer
+
+    batch.write(text_row("r0", max_tokens=1), *(text_row(f"r{i}", max_tokens=9, ignore_eos=True) for i in (1, 2, 3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncInprocClient, "get_output_async", take_late)
+        patch.setattr(RowServer, "_post", watched)
+        assert batch.run("--max-num-seqs", "1", executor="Mortal") == 1
+    assert has_failed.is_set()
+    assert set(batch.answers()) == {"r0"}
     assert batch.run() == 0
     assert set(batch.answers()) == {"r0", "r1", "r2", "r3"}
 
