@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def _survive(faults: Faults, fault: str, num_deaths: int = 1, hang_timeout_s: fl
 
 
 def _survive_each(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, row: list[str], hang_timeout_s: float = PATIENCE_S
+    monkeypatch: pytest.MonkeyPatch, directory: Path, row: list[str], hang_timeout_s: float = PATIENCE_S, **fields: Any
 ) -> None:
     """One engine, and 16 streams for each fault of the row: it comes to pass among them, costs one core, and no token.
 
@@ -99,7 +100,7 @@ def _survive_each(
     history, load = History(), FakeLoad(random.Random(row[0]))
 
     async def run() -> None:
-        async with running(fake_args(core_hang_timeout_s=hang_timeout_s)) as engine:
+        async with running(fake_args(core_hang_timeout_s=hang_timeout_s, **fields)) as engine:
             for i, fault in enumerate(row):
                 armed[i].touch()
                 await _read_all(engine, history, load, 16)
@@ -203,6 +204,49 @@ def test_a_core_that_dies_over_its_own_restart_is_tried_again(faults: Faults, tm
     asyncio.run(run())
     _check(history, load)
     assert (faults.num_fired, starts.stat().st_size) == (1, 2)
+
+
+# -- speculation ---------------------------------------------------------------------------------------------------
+
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+"""The fake executor drafts what the model will draw: each step verifies."""
+
+
+def test_a_death_among_drafts_is_not_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While it drafts, while it verifies, with verified drafts that it has not taken in, and with tokens it has not
+    sent."""
+    places = "step.draft", "step.execute", "step.update", "output.queued"
+    _survive_each(monkeypatch, tmp_path, [f"core.{place}=kill" for place in places], **DRAFTS)
+
+
+@pytest.mark.parametrize("action", ["kill", "hang", pytest.param("raise", marks=pytest.mark.slow)])
+def test_a_second_death_while_drafting_ends_speculation(
+    faults: Faults, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No request is blamed or loses a token, the third core works without drafts, and the log and a gauge say so."""
+    faults.set(f"core.step.draft={action},skip=5")
+    history, load = History(), FakeLoad(random.Random(action))
+    hang_timeout_s = HANG_TIMEOUT_S if action == "hang" else PATIENCE_S
+
+    def enabled(engine: Engine) -> float | None:
+        metrics = engine.llm.pipeline.stats.metrics
+        assert metrics is not None
+        return metrics.snapshot().value("quire_spec_decode_enabled")
+
+    async def run() -> None:
+        async with running(fake_args(core_hang_timeout_s=hang_timeout_s, **DRAFTS)) as engine:
+            assert enabled(engine) == 1
+            await _read_all(engine, history, load, 16)
+            await _read_all(engine, history, load, 16)
+            assert enabled(engine) == 0
+            assert engine.counts["deaths"] == 2
+            assert engine.counts["poisoned_requests"] == 0
+
+    asyncio.run(run())
+    _check(history, load)
+    assert faults.num_fired == 2
+    assert "starting engine core 2, without speculation" in caplog.text
+    assert "starting engine core 1, without" not in caplog.text
 
 
 # -- poison --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,12 @@ class SpeculativeConfig:
     )
     drafting: Drafting | None = None
     """Result of the flags; None: no speculation."""
+    dropped: Drafting | None = None
+    """Value that `drafting` had, in a core that must not speculate."""
+
+    def without_drafts(self) -> SpeculativeConfig:
+        """Returns the configuration of a core that must not speculate."""
+        return replace(self, drafting=None, dropped=self.drafting)
 
     def settings(self) -> dict[str, Any]:
         """Returns the keys of all flags. Raises ConfigError for a key that is unknown, out of its bound, not supported,

@@ -91,11 +91,7 @@ class EngineCore:
         grammars: StructuredOutputManager | None = self.structured_output_manager
         for observer in observers:
             grammars = observer.watch_grammars(grammars)
-        drafting = config.speculative_config.drafting
-        drafts = None
-        if drafting is not None:
-            vocab_size = config.model_config.hf_config.get("vocab_size")
-            drafts = DraftFitter.from_config(drafting, sizes.max_model_len, vocab_size)
+        drafts = DraftFitter.from_config(config, sizes.max_model_len)
         self.scheduler: SchedulerInterface = resolve(config.scheduler_config.scheduler_cls)(
             sizes.config,
             config.scheduler_config,

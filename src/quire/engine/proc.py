@@ -442,6 +442,8 @@ def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
     heartbeat = HeartbeatWriter(page)
     heartbeat.starting()
     config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation)
+    if metadata.without_drafts:
+        config = dataclasses.replace(config, speculative_config=config.speculative_config.without_drafts())
     executor_class = resolve(config.parallel_config.executor_class)
     core = EngineCoreProc(config, executor_class, metadata.log_stats, heartbeat=heartbeat)
     heartbeat.started()

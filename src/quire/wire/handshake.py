@@ -80,6 +80,8 @@ class EngineHandshakeMetadata(msgspec.Struct):
     """Path of the `HeartbeatPage`; None for a core without a supervisor."""
     protocol_version: int = PROTOCOL_VERSION
     parallel_config: dict[str, Any] = {}
+    without_drafts: bool = False
+    """True: this core must not speculate."""
 
 
 def check_protocol_version(theirs: int, who: str) -> None:

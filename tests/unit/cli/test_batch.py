@@ -284,7 +284,7 @@ def test_a_row_that_meets_a_dead_engine_before_its_death_is_known_has_no_answer(
 def test_resume_after_a_cut_at_any_byte(cut: int, batch: Batch) -> None:
     """The machine may die at any moment: whatever prefix of the file is left, a rerun completes it."""
     batch.target.unlink(missing_ok=True)
-    rows = [text_row("a"), "broken", chat_row("ü"), text_row("d", temperature=9)]
+    rows: list[Row | str] = [text_row("a"), "broken", chat_row("ü"), text_row("d", temperature=9)]
     batch.write(*rows)
     assert batch.run() == 1
     whole = batch.target.read_bytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from quire.config.speculative import Drafting
+from quire.config.engine import EngineConfig
 from quire.engine.request import Request, RequestStatus
 from quire.wire.execution import DraftTokenIds, NewRequestData
 from quire.wire.stats import SpecDecodeMetrics, SpecDecodingStats
@@ -50,8 +50,10 @@ class DraftFitter:
         num_lookahead_tokens: int = 0,
         vocab_size: int | None = None,
         caps: Sequence[tuple[int, int, int]] = (),
+        is_enabled: bool = True,
     ) -> None:
-        """`caps` are (from, to, most drafts) by number of running requests. A vocab_size of None: all ids are good."""
+        """`caps` are (from, to, most drafts) by number of running requests. A vocab_size of None: all ids are good.
+        is_enabled False: there will be no drafts, and the statistics say so."""
         self.num_spec_tokens = num_spec_tokens
         self.num_lookahead_tokens = num_lookahead_tokens
         """Tokens beyond those of a step for which blocks are allocated, where they are free."""
@@ -60,18 +62,21 @@ class DraftFitter:
         self._caps = sorted(caps)
         self._predicted: set[Request] = set()
         """Requests whose drafts come from their prediction."""
-        self._is_enabled = True
+        self._is_enabled = is_enabled
         self._stats = self._new_stats()
-        self._has_news = False
+        self._has_news = not is_enabled
 
     @classmethod
-    def from_config(cls, drafting: Drafting, max_model_len: int, vocab_size: int | None) -> DraftFitter:
-        """Returns the fitter of an engine that speculates."""
+    def from_config(cls, config: EngineConfig, max_model_len: int) -> DraftFitter | None:
+        """Returns the fitter of an engine that speculates, or must not any more; None for another one."""
+        drafting, dropped = config.speculative_config.drafting, config.speculative_config.dropped
+        if drafting is None:
+            return None if dropped is None else cls(dropped.num_speculative_tokens, max_model_len, is_enabled=False)
         return cls(
             drafting.num_speculative_tokens,
             max_model_len,
             num_lookahead_tokens=drafting.num_lookahead_tokens,
-            vocab_size=vocab_size,
+            vocab_size=config.model_config.hf_config.get("vocab_size"),
             caps=drafting.num_speculative_tokens_per_batch_size,
         )
 
@@ -167,7 +172,7 @@ class DraftFitter:
         """Returns what was counted since the last call; None if nothing was."""
         if not self._has_news:
             return None
-        stats, self._stats, self._has_news = self._stats, self._new_stats(), False
+        stats, self._stats, self._has_news = self._stats, self._new_stats(), not self._is_enabled
         return stats
 
     def _new_stats(self) -> SpecDecodingStats:

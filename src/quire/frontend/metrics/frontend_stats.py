@@ -147,8 +147,8 @@ class FrontendStats:
         if step is not None:
             self._scheduler_stats = step
             self._steps.append((outputs.timestamp, step))
-            if step.spec_decoding_stats is not None and not step.spec_decoding_stats.is_enabled:
-                self._own_counts[NO_DRAFTS] = 1
+            if step.spec_decoding_stats is not None:
+                self._own_counts[NO_DRAFTS] = int(not step.spec_decoding_stats.is_enabled)
             if len(self._steps) >= MAX_STEPS_KEPT:
                 self._feed_saturation()
         if step is not None or batch is not None:

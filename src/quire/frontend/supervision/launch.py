@@ -58,6 +58,8 @@ class CoreLaunch:
     core_curve: CurveKeys | None = None
     """The core's side of the keys, for TCP."""
     engine_index: int = 0
+    without_drafts: bool = False
+    """True: the core does not speculate, whatever its configuration says."""
     preload: tuple[str, ...] = ()
     """Dotted names the core resolves while it shakes hands."""
     working_dir: str = field(default_factory=os.getcwd)
@@ -138,6 +140,7 @@ class CoreProcess:
             incarnation=self.incarnation,
             log_stats=self._launch.log_stats,
             heartbeat_path=str(self._heartbeat_path),
+            without_drafts=self._launch.without_drafts,
         )
 
     # -- life and death -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 * A core killed from outside makes a suspect only of a request that was in the last step of
   `MAX_DEATHS_WITHOUT_TOKEN` such cores in a row without a token in between: the system may be killing the core for the
   memory which that request takes.
+* A core that dies while it drafts makes no suspects: the supervisor gives up drafts instead.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Literal, NamedTuple
 
 from quire.frontend.supervision.journal import Journal, JournalEntry
 
-DeathCause = Literal["crash", "hang", "killed", "start", "lost"]
+DeathCause = Literal["crash", "hang", "killed", "draft", "start", "lost"]
 """crash: ended by an error or a fault of its own. hang: made no progress and was killed for it. killed: another process
-sent it a signal (an operator, the system out of memory). start: never got ready. lost: the connection to a core that
-another process supervises is gone; nothing more is known."""
+sent it a signal (an operator, the system out of memory). draft: one of these while it drafted, which is no request's
+fault. start: never got ready. lost: the connection to a core that another process supervises is gone; nothing more is
+known."""
 
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals no core sends itself: a fault of its own is SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL …"""

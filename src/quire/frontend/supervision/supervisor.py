@@ -27,15 +27,17 @@ from quire.frontend.supervision.launch import (
     CoreProcess,
     StalledStartError,
 )
-from quire.frontend.supervision.quarantine import CoreDeath, cause_of_exit, describe_exit, was_asked_to_end
+from quire.frontend.supervision.quarantine import CoreDeath, DeathCause, cause_of_exit, describe_exit, was_asked_to_end
 from quire.interrupts import Wakeup
 from quire.logger import init_logger
-from quire.wire.heartbeat import Heartbeat, HeartbeatPage
+from quire.wire.heartbeat import Heartbeat, HeartbeatPage, Phase
 
 logger = init_logger(__name__)
 
 WATCH_INTERVAL_S = 0.5
 """Interval at which the heartbeat page is read."""
+MAX_DEATHS_IN_DRAFT = 2
+"""After so many deaths of cores that were drafting there is no speculation."""
 NEED_INTERVAL_S = 0.02
 """Interval at which the supervisor checks whether a core that has died must be followed by another."""
 HANG_FACTOR = 5.0
@@ -220,7 +222,7 @@ class CoreSupervisor(threading.Thread):
             self._wakeup.close()
 
     def _supervise(self) -> None:
-        incarnation = 0
+        incarnation = num_deaths_in_draft = 0
         while (death := self._run_core(incarnation)) is not None:
             logger.log(
                 logging.WARNING if death.was_asked else logging.ERROR,
@@ -229,6 +231,10 @@ class CoreSupervisor(threading.Thread):
                 death.description,
             )
             self._on_death(death)
+            if death.cause == "draft":
+                num_deaths_in_draft += 1
+                without_drafts = num_deaths_in_draft >= MAX_DEATHS_IN_DRAFT
+                self._launch = dataclasses.replace(self._launch, without_drafts=without_drafts)
             if not self._wait_for_need(death):
                 return
             backoff_s = self._budget.take(time.monotonic())
@@ -241,7 +247,8 @@ class CoreSupervisor(threading.Thread):
                 return
             self.restarts[death.cause] = self.restarts.get(death.cause, 0) + 1
             incarnation += 1
-            logger.warning("starting engine core %d", incarnation)
+            without_drafts = ", without speculation: others died while they drafted; no token changes"
+            logger.warning("starting engine core %d%s", incarnation, without_drafts * self._launch.without_drafts)
 
     def _run_core(self, incarnation: int) -> CoreDeath | None:
         """Runs one core until its death, which it returns; None if the supervisor was stopped."""
@@ -290,7 +297,7 @@ class CoreSupervisor(threading.Thread):
             if age is not None:
                 core.kill()
                 description = f"made no progress for {age:.1f} s in phase {beat.phase.name} and was killed"
-                return CoreDeath("hang", description, beat.suspects)
+                return CoreDeath(_cause_in("hang", beat), description, beat.suspects)
         return None if self._is_stopping else _read_death(core, page.get_heartbeat())
 
     def _end(self, core: CoreProcess) -> None:
@@ -320,4 +327,11 @@ def _read_death(core: CoreProcess, beat: Heartbeat) -> CoreDeath:
     returncode = core.returncode
     assert returncode is not None  # it has ended
     description = f"{describe_exit(returncode)} in phase {beat.phase.name}"
-    return CoreDeath(cause_of_exit(returncode), description, beat.suspects, was_asked_to_end(returncode))
+    was_asked = was_asked_to_end(returncode)
+    cause = cause_of_exit(returncode)
+    return CoreDeath(cause if was_asked else _cause_in(cause, beat), description, beat.suspects, was_asked)
+
+
+def _cause_in(cause: DeathCause, beat: Heartbeat) -> DeathCause:
+    """Returns the cause of a death, as it is if the core was not drafting."""
+    return "draft" if beat.phase is Phase.DRAFT else cause

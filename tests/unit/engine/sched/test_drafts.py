@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from quire.config.model import ModelConfig
-from quire.config.speculative import Drafting
+from quire.config.engine_args import EngineArgs
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
@@ -126,8 +126,10 @@ def test_caps() -> None:
 
 
 def test_a_failed_drafter_gets_no_more_blocks() -> None:
-    drafting = Drafting(method="draft_model", num_speculative_tokens=4, model=ModelConfig.__new__(ModelConfig))
-    fitter = DraftFitter.from_config(drafting, 100, 10)
+    fitter = DraftFitter.from_config(
+        EngineArgs("demo", spec_model="demo-draft", spec_tokens=4).create_engine_config(), 100
+    )
+    assert fitter is not None
     assert fitter.num_lookahead_tokens == 4
     fitter.fit(DraftTokenIds([], [], is_enabled=False), {}, 1)
     assert fitter.num_lookahead_tokens == 0
@@ -136,6 +138,17 @@ def test_a_failed_drafter_gets_no_more_blocks() -> None:
         stats = fitter.take_stats()
         assert stats is not None
         assert not stats.is_enabled
+
+
+def test_a_core_that_must_not_speculate_says_so_in_every_step() -> None:
+    config = EngineArgs("demo", spec_model="demo-draft", spec_tokens=4).create_engine_config()
+    off = dataclasses.replace(config, speculative_config=config.speculative_config.without_drafts())
+    assert off.speculative_config.drafting is None
+    fitter = DraftFitter.from_config(off, 100)
+    assert fitter is not None
+    assert fitter.num_lookahead_tokens == 0
+    for _ in range(2):
+        assert fitter.take_stats() == SpecDecodingStats(4, num_accepted_tokens_per_pos=[0] * 4, is_enabled=False)
 
 
 # -- in the scheduler --------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_without_statistics_only_the_ledger_is_kept() -> None:
     assert s.stats.open_iteration() is None
 
 
-def test_the_gauge_of_speculation_falls_when_the_drafter_has_failed() -> None:
+def test_the_gauge_of_speculation_falls_when_the_drafter_has_failed_and_rises_with_another_core() -> None:
     def gauge(s: Setting) -> float:
         assert s.stats.metrics is not None
         return s.stats.metrics.snapshot().value("quire_spec_decode_enabled")
@@ -191,6 +191,8 @@ def test_the_gauge_of_speculation_falls_when_the_drafter_has_failed() -> None:
     s.step(spec_decoding_stats=SpecDecodingStats(2, is_enabled=False))
     s.step()
     assert gauge(s) == 0
+    s.step(spec_decoding_stats=SpecDecodingStats(2))
+    assert gauge(s) == 1
     metrics = Setting().stats.metrics
     assert metrics is not None
     assert "spec_decode" not in metrics.exposition()

@@ -50,6 +50,17 @@ def suspects(quarantine: Quarantine, journal: Journal) -> list[str]:
     return found
 
 
+def test_a_death_while_drafting_blames_nobody() -> None:
+    quarantine, journal = Quarantine(), make_journal("abcde", answered="abcd")
+    for _ in range(4):
+        assert quarantine.judge(death("draft", "bc"), journal) is None
+    assert quarantine.is_empty
+    quarantine.judge(death("crash", "b"), journal)
+    assert begin_trial(quarantine, journal) == "b"
+    assert quarantine.judge(death("draft", "b"), journal) is None
+    assert suspects(quarantine, journal) == ["b", "e"], "its trial begins anew"
+
+
 @pytest.mark.parametrize("cause", ["crash", "hang"])
 def test_the_members_of_the_fatal_step_and_who_was_never_answered_are_suspects(cause: DeathCause) -> None:
     quarantine, journal = Quarantine(), make_journal("abcde", answered="abcd")

@@ -147,7 +147,7 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="engine_restarts",
         help="Restarts of the engine core, by cause.",
         labels=("cause",),
-        known=each(("crash", "hang", "killed", "start", "lost")),
+        known=each(("crash", "hang", "killed", "draft", "start", "lost")),
         samples=lambda facts: labelled(facts.core_restarts),
     ),
     of_ledger(
