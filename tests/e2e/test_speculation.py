@@ -54,9 +54,9 @@ REQUESTS = [
 
 
 @contextmanager
-def engine(**arguments: Any) -> Iterator[LLM]:
+def engine(model: str = "demo", **arguments: Any) -> Iterator[LLM]:
     llm = LLM(
-        "demo",
+        model,
         **{
             "max_model_len": 256,
             "num_gpu_blocks_override": 400,

@@ -1,5 +1,6 @@
 """The promise of the native kernels, on whole models: the logits of a request are the same to the last bit alone or in
-a batch, in one prompt or in chunks, preempted and added again with its output tokens, on any number of threads."""
+a batch, in one prompt or in chunks, preempted and added again with its output tokens, on any number of threads, and as
+rows after drafts that one step verifies."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ import torch
 from quire.config.engine_args import EngineArgs
 from quire.sampling_params import SamplingParams
 from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
+from quire.wire.execution import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
 from quire.worker import step_sampler
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.sample.sampler import sample
+from quire.worker.sample.verify import verify
 from quire.worker.worker import Worker
 
 from .conftest import MakeCheckpoint
@@ -26,7 +29,7 @@ from .quantization.test_checkpoints import CASES
 from .quantization.writers import mxfp4_checkpoint, quantize_checkpoint
 from .toy import RandomScheduler, ToyRequest, run_step
 
-NUM_BLOCKS, MAX_REQS, OUTPUT_LEN = 400, 6, 6
+NUM_BLOCKS, MAX_REQS, OUTPUT_LEN, VERIFIED_LEN = 400, 6, 6, 18
 PROMPT_LENS = (1, 2, 15, 17, 33, 50, 70, 261)
 """Around the block size, beyond the window of 32, beyond a chunk of 256 keys."""
 
@@ -39,6 +42,7 @@ class LogitsOfRequests:
         self.worker = Worker(EngineArgs(str(path), **flags).create_engine_config())
         monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: kernels)
         monkeypatch.setattr(step_sampler, "sample", self._sample)
+        monkeypatch.setattr(step_sampler, "verify", self._verify)
         self.worker.init_device()
         assert self.worker.backend.name == "native"
         specs = self.worker.get_kv_cache_spec()
@@ -54,6 +58,32 @@ class LogitsOfRequests:
     def _sample(self, logits: torch.Tensor, *args: Any) -> Any:
         self._step_logits = logits.clone()
         return sample(logits, *args)
+
+    def _verify(self, logits: torch.Tensor, *args: Any) -> Any:
+        self._step_logits = logits.clone()
+        return verify(logits, *args)
+
+    def decode(self, prompt: list[int], num_drafts: int, known: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """The logits and tokens of VERIFIED_LEN outputs. Each step verifies `num_drafts` of the `known` tokens."""
+        self.worker.initialize_from_config(self._config)
+        num_blocks = (len(prompt) + VERIFIED_LEN) // 16 + 1
+        blocks = tuple(list(range(1 + 40 * g, 1 + 40 * g + num_blocks)) for g in range(len(self._windows)))
+        new = NewRequestData("v", prompt, blocks, 0, SamplingParams(temperature=0, ignore_eos=True))
+        step = SchedulerOutput([new], num_scheduled_tokens={"v": len(prompt)}, total_num_scheduled_tokens=len(prompt))
+        rows, tokens = [], list[int]()
+        while True:
+            (found,) = run_step(self.worker.runner, step).sampled_token_ids
+            rows += list(self._step_logits)[: len(found)]
+            tokens += found
+            if len(tokens) >= VERIFIED_LEN:
+                return torch.stack(rows), tokens
+            drafts = known[len(tokens) : len(tokens) + num_drafts][: VERIFIED_LEN - len(tokens) - 1]
+            step = SchedulerOutput(
+                scheduled_cached_reqs=CachedRequestData(["v"], [None], [len(prompt) + len(tokens) - 1]),
+                num_scheduled_tokens={"v": 1 + len(drafts)},
+                total_num_scheduled_tokens=1 + len(drafts),
+                scheduled_spec_decode_tokens={"v": drafts} if drafts else {},
+            )
 
     def run(self, prompts: list[list[int]], seed: int, max_num_reqs: int) -> tuple[list[torch.Tensor], int]:
         """[OUTPUT_LEN, vocab] of each request, and how many times one was preempted."""
@@ -107,6 +137,9 @@ def check_invariance(path: Path, dtype: str, library: NativeLibrary, monkeypatch
     one_thread = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 1, instruction_set)), monkeypatch)
     alone, _ = one_thread.run(prompts, seed=0, max_num_reqs=1)
     assert len({rows[-1].tolist().__repr__() for rows in alone}) == len(prompts)
+    prompt = prompts[PROMPT_LENS.index(17)]
+    logits, tokens = one_thread.decode(prompt, 0, [])
+    assert not torch.equal(logits[-1], logits[-2])
     three_threads = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 3, instruction_set)), monkeypatch)
     num_preemptions = 0
     for seed in (1, 2):
@@ -115,3 +148,9 @@ def check_invariance(path: Path, dtype: str, library: NativeLibrary, monkeypatch
         for i, (a, b) in enumerate(zip(alone, together, strict=True)):
             assert torch.equal(a, b), f"request {i}, seed {seed}"
     assert num_preemptions > 0
+    for num_drafts in (1, 4, 8, 16):
+        verified, found = three_threads.decode(prompt, num_drafts, tokens)
+        assert found == tokens, f"{num_drafts} drafts"
+        assert torch.equal(verified, logits), f"{num_drafts} drafts"
+    wrong = [*tokens[:3], (tokens[3] + 1) % VOCAB_SIZE, *tokens[4:]]
+    assert torch.equal(three_threads.decode(prompt, 4, wrong)[0], logits), "a wrong draft"
