@@ -173,7 +173,7 @@ COMPANIES: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
     "preempted": {"max_num_seqs": 16, "num_gpu_blocks_override": 30},
     "cached": {},
-    "jumps": {"grammar_jump_forward": True},
+    "no jumps": {"grammar_jump_forward": False},
 }
 MODELS: dict[str, dict[str, Any]] = {
     "demo": {},
@@ -191,7 +191,7 @@ TEXTS = (
 )
 DEFAULT = (
     *(("ngram", "64", "demo", 4), ("suffix", "chunks of 7", "demo", 8), ("draft model", "preempted", "demo", 3)),
-    *(("right", "cached", "demo int8", 4), ("half right", "jumps", "demo f32", 8), ("wrong", "16", "demo", 3)),
+    *(("right", "cached", "demo int8", 4), ("half right", "no jumps", "demo f32", 8), ("wrong", "16", "demo", 3)),
     *(("right", "alone", "windows", 8), ("random", "preempted", "windows", 4)),
     *(("eagle", "16", "still", 3), ("eagle3", "chunks of 7", "still", 4)),
 )
@@ -209,13 +209,13 @@ def all_engines() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def loads(checkpoint: Checkpoint, still_target: Path) -> Callable[[str, bool], Load]:  # noqa: F811
-    """`loads(model, jumps)`: what is made once."""
+def loads(checkpoint: Checkpoint, still_target: Path) -> Callable[[str], Load]:  # noqa: F811
+    """`loads(model)`: what is made once."""
 
     @cache
-    def load(model: str, jumps: bool) -> Load:
+    def load(model: str) -> Load:
         path = {"windows": checkpoint("gemma2"), "still": still_target}.get(model, "demo")
-        return make_load(str(path), **MODELS[model], **({"grammar_jump_forward": True} if jumps else {}))
+        return make_load(str(path), **MODELS[model])
 
     return load
 
@@ -226,12 +226,12 @@ def test_the_output_is_that_without_speculation(
     company: str,
     model: str,
     num_drafts: int,
-    loads: Callable[[str, bool], Load],
+    loads: Callable[[str], Load],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    load = loads(model, company == "jumps")
+    load = loads(model)
     keys, accuracy = METHODS[method]
     if method.startswith("eagle"):
         head = make_head(tmp_path / keys["model"], Path(load.model), eagle3=method == "eagle3", is_random=False)
@@ -293,9 +293,9 @@ def token_after_a_mismatch_is_kept(patch: pytest.MonkeyPatch) -> None:
     "bug", [index_off_by_one, mask_rows_shifted, looks_back_to_the_last_certain_token, token_after_a_mismatch_is_kept]
 )
 def test_a_planted_bug_is_seen(
-    bug: Callable[[pytest.MonkeyPatch], None], loads: Callable[[str, bool], Load], monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[pytest.MonkeyPatch], None], loads: Callable[[str], Load], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = loads("demo", False)
+    load = loads("demo")
     monkeypatch.setattr(OracleDrafter, "accuracy", 0.8)
     monkeypatch.setattr(OracleDrafter, "answers", {})
     OracleDrafter.learn(load.outputs)

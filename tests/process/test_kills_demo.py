@@ -6,8 +6,9 @@ In the model's own bfloat16 where the row-invariant native kernels are there, in
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -84,16 +85,21 @@ ARGS = {
     )
     for dtype in ("float32", "bfloat16")
 }
+DRAFTS = {"model": "demo-draft", "num_speculative_tokens": 4, "adaptive": False}
 LOGPROB_TOLERANCE = 1e-4
 """A resumed request is computed in other batches, and torch's kernels sum in another order there."""
 
 
 async def _run(
-    dtype: str, rng: random.Random, num_kills: int, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    dtype: str,
+    rng: random.Random,
+    num_kills: int,
+    kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+    drafts: dict[str, Any] | None = None,
 ) -> tuple[History, int]:
     """All requests at once: what their readers saw, and how many streams were resumed."""
     history = History(kind)
-    async with running(ARGS[dtype]) as engine:
+    async with running(dataclasses.replace(ARGS[dtype], speculative_config=drafts)) as engine:
         assassin = Assassin(
             engine, history, rng, num_kills, max_gap=_num_tokens() // (num_kills + 1) if num_kills else 1
         )
@@ -140,8 +146,10 @@ def test_the_requests_end_in_every_way(undisturbed: Undisturbed) -> None:
     assert all(len(s.token_ids) > 5 for s in streams.values())
 
 
-def _check(undisturbed: Undisturbed, seed: int, num_kills: int, kind: RequestOutputKind) -> None:
-    seen, num_resumed = asyncio.run(_run(undisturbed.dtype, random.Random(seed), num_kills, kind))
+def _check(
+    undisturbed: Undisturbed, seed: int, num_kills: int, kind: RequestOutputKind, drafts: dict[str, Any] | None = None
+) -> None:
+    seen, num_resumed = asyncio.run(_run(undisturbed.dtype, random.Random(seed), num_kills, kind, drafts))
     assert num_resumed > 0
     assert seen.problems() == []
     assert seen.differences(undisturbed.history, logprob_tolerance=LOGPROB_TOLERANCE) == []
@@ -150,6 +158,13 @@ def _check(undisturbed: Undisturbed, seed: int, num_kills: int, kind: RequestOut
 def test_every_way_of_sampling_survives_kills(undisturbed: Undisturbed) -> None:
     kind = RequestOutputKind.CUMULATIVE if undisturbed.dtype == "bfloat16" else RequestOutputKind.DELTA
     _check(undisturbed, 1, 3, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_every_way_of_sampling_survives_kills_with_drafts(undisturbed: Undisturbed, seed: int) -> None:
+    """The expected outputs come from an engine without drafts."""
+    _check(undisturbed, seed, 3, (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)[seed % 2], DRAFTS)
 
 
 @pytest.mark.slow

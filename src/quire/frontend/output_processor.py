@@ -42,6 +42,32 @@ class OutputProcessorOutput:
     """Further requests of sessions, to be sent to the core."""
 
 
+def _failures_apart(outputs: Iterable[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
+    """Yields the outputs. Of one that fails at the last of several tokens (drafts, or tokens that a grammar forces) the
+    others come first, as those of a step before it would: they are the user's, and may end with a stop string."""
+    for output in outputs:
+        if output.finish_reason is not FinishReason.ERROR or len(output.new_token_ids) < 2:
+            yield output
+            continue
+        num_good, logprobs = len(output.new_token_ids) - 1, output.new_logprobs
+        yield msgspec.structs.replace(
+            output,
+            new_token_ids=output.new_token_ids[:num_good],
+            new_logprobs=None if logprobs is None else logprobs.slice_rows(0, num_good),
+            finish_reason=None,
+            error_message=None,
+            error_type="",
+        )
+        yield EngineCoreOutput(
+            output.request_id,
+            output.new_token_ids[num_good:],
+            None if logprobs is None else logprobs.slice_rows(num_good, num_good + 1),
+            finish_reason=output.finish_reason,
+            error_message=output.error_message,
+            error_type=output.error_type,
+        )
+
+
 class OutputProcessor:
     """Owns the state of every live request, by internal id."""
 
@@ -261,7 +287,7 @@ class OutputProcessor:
         """
         result = OutputProcessorOutput()
         counter = None if iteration_stats is None else _OutputCounter(iteration_stats, engine_timestamp)
-        for output in outputs:
+        for output in _failures_apart(outputs):
             state = self.request_states.get(output.request_id)
             if state is None:
                 self._ledger.num_late_tokens += len(output.new_token_ids)

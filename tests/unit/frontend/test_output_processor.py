@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import GenerationError
+from quire.errors import GenerationError, ValidationError
 from quire.frontend.drafts import DraftCounts
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.output_processor import OutputProcessor, fan_out
@@ -349,6 +349,36 @@ def test_a_failed_request_is_an_error_for_whoever_awaits_it() -> None:
     assert str(error) == "it failed; send it again"
     assert (result.reqs_to_abort, p.request_states, p.external_req_ids) == ([], {}, {})
     assert [f.finish_reason for f in iteration.finished_requests] == [FinishReason.ERROR]
+
+
+def test_tokens_of_a_step_that_fails_at_its_last_one_are_the_readers() -> None:
+    """With drafts a step yields several tokens, and the grammar may refuse the last."""
+    p, queue, iteration = processor(), Queue(), IterationStats()
+    p.add_request(make_request(logprobs=0, output_kind=DELTA), None, queue=queue)
+    logprobs = LogprobsLists([[7], [8], [9]], [[-0.5], [-1.5], [-2.5]], [1, 2, 3])
+    fields = {"new_logprobs": logprobs, "error_message": "it failed", "error_type": "ValidationError"}
+    p.process_outputs([make_output("a-1", [7, 8, 9], finish_reason=FinishReason.ERROR, **fields)], 1.0, iteration)
+    output, error = queue.outputs
+    assert isinstance(output, RequestOutput)
+    assert list(output.outputs[0].token_ids) == [7, 8]
+    assert [next(iter(entry)) for entry in output.outputs[0].logprobs or ()] == [7, 8]
+    assert isinstance(error, ValidationError)
+    assert [f.finish_reason for f in iteration.finished_requests] == [FinishReason.ERROR]
+
+
+@pytest.mark.parametrize("has_queue", [False, True])
+def test_a_stop_string_comes_before_the_failure_of_a_later_token(tokenizer: Tokenizer, has_queue: bool) -> None:
+    ids = tokenizer.encode("one two three")
+    p, queue = processor(tokenizer), Queue()
+    p.add_request(make_request(stop=[" two"]), "prompt", queue=queue if has_queue else None)
+    failure = make_output("a-1", [*ids, 5], finish_reason=FinishReason.ERROR, error_message="it failed")
+    result = p.process_outputs([failure])
+    (shown,) = queue.outputs if has_queue else result.request_outputs
+    assert isinstance(shown, RequestOutput)
+    completion = shown.outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("one", "stop", " two")
+    assert completion.error_message is None
+    assert result.reqs_to_abort == ["a-1"]
 
 
 def test_one_failed_output_of_n_ends_the_whole_request() -> None:

@@ -232,6 +232,22 @@ def test_nans_are_counted_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_step(make_runner(), new_request("a", [1, 2], 2)).num_nans_in_logits == {}
 
 
+def test_nans_of_rejected_drafts_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_COMPUTE_NANS_IN_LOGITS", "1")
+    right = make_runner()
+    run_step(right, new_request("a", [1, 2], 2))
+    follower = run_step(right, cached_request("a", 2, 1)).sampled_token_ids[0][0]
+    for draft, counted in ((follower, [0, VOCAB]), ((follower + 1) % VOCAB, [0])):
+        runner = make_runner()
+        run_step(runner, new_request("a", [1, 2], 2))
+        compute = runner.model.compute_logits
+        spoiled = torch.tensor([[0.0], [torch.nan]])
+        monkeypatch.setattr(runner.model, "compute_logits", lambda hidden, f=compute, by=spoiled: f(hidden) + by)
+        step = cached_request("a", 2, 2)
+        step.scheduled_spec_decode_tokens = {"a": [draft]}
+        assert run_step(runner, step).num_nans_in_logits == {"a": counted}
+
+
 def test_grammar_masks_reach_their_rows() -> None:
     runner = make_runner()
     run_step(runner, new_request("a", [1, 2], 2))

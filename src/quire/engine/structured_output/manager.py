@@ -224,8 +224,13 @@ def _eos_token_ids(model: ModelConfig, request: Request | None) -> list[int]:
 def may_jump(request: Request) -> bool:
     """Returns whether the request takes a token with a mask of its own for certain, and needs no probability of it."""
     params = request.sampling_params
-    return params is not None and not (
-        params.num_logprobs is not None
+    if params is None:
+        return False
+    form = params.structured_outputs
+    closes_reasoning = params.thinking_token_budget is not None and (form is None or form.reasoning is None)
+    return not (
+        closes_reasoning  # in the middle of the form, which fails there
+        or params.num_logprobs is not None
         or params.logprob_token_ids
         or params.allowed_token_ids
         or params.bad_words_token_ids

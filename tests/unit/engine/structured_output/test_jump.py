@@ -11,7 +11,7 @@ import pytest
 from quire.engine.request import Request
 from quire.engine.sched.outputs import MAX_JUMP
 from quire.engine.structured_output.manager import StructuredOutputManager
-from quire.structured_outputs import StructuredOutputsParams
+from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams
 from quire.wire.engine_core import FinishReason
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 
@@ -88,7 +88,14 @@ def test_a_stop_token_among_them_ends_the_output_once_it_may(manager: Structured
 
 
 @pytest.mark.parametrize(
-    "fields", [{"logprobs": 0}, {"logprob_token_ids": [1]}, {"allowed_token_ids": [1, 2, 3]}, {"bad_words": ["x"]}]
+    "fields",
+    [
+        {"logprobs": 0},
+        {"logprob_token_ids": [1]},
+        {"allowed_token_ids": [1, 2, 3]},
+        {"bad_words": ["x"]},
+        {"thinking_token_budget": 20, "reasoning_tokens": ReasoningTokens(31)},
+    ],
 )
 def test_some_requests_need_every_step(fields: dict[str, Any], manager: StructuredOutputManager) -> None:
     engine, _ = run(manager, structured("a", "7", max_tokens=30, **fields))
