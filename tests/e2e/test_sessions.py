@@ -13,6 +13,7 @@ from .conftest import Checkpoint
 from .test_oracle import FEW_BLOCKS
 
 NUM_SESSIONS, NUM_INPUTS = 16, 4
+DRAFTS = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4, "adaptive": False}
 
 
 def make_engine(path: str, **flags: Any) -> LLMEngine:
@@ -63,8 +64,13 @@ def answers(engine: LLMEngine) -> tuple[dict[tuple[int, ...], tuple[list[int], S
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 48, **FEW_BLOCKS, "num_gpu_blocks_override": 48}],
-    ids=["plain", "uncached", "few_blocks"],
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 48, **FEW_BLOCKS, "num_gpu_blocks_override": 48},
+        {"speculative_config": DRAFTS},
+    ],
+    ids=["plain", "uncached", "few_blocks", "drafts"],
 )
 def test_a_session_equals_requests_with_everything_before(
     family: str, flags: dict[str, Any], checkpoint: Checkpoint

@@ -247,8 +247,8 @@ class CoreSupervisor(threading.Thread):
                 return
             self.restarts[death.cause] = self.restarts.get(death.cause, 0) + 1
             incarnation += 1
-            without_drafts = ", without speculation: others died while they drafted; no token changes"
-            logger.warning("starting engine core %d%s", incarnation, without_drafts * self._launch.without_drafts)
+            how = ", without speculation: others died while they drafted; no token changes"
+            logger.warning("starting engine core %d%s", incarnation, how if self._launch.without_drafts else "")
 
     def _run_core(self, incarnation: int) -> CoreDeath | None:
         """Runs one core until its death, which it returns; None if the supervisor was stopped."""
