@@ -238,7 +238,8 @@ class Simulation:
         self.seen["aborted in flight"] += any(r.request_id in chosen for r in self.core.scheduler.running)
         self._forget(chosen)
         self._step(number)
-        self.core.abort_requests(chosen)  # there may have been no step to do; a second abort does nothing
+        # There may have been no step to do; a second abort does nothing, but to a session that has gone on by its id.
+        self.core.abort_requests([request_id for request_id in chosen if request_id not in self.live])
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
