@@ -108,6 +108,31 @@ def test_new_weights_answer_and_survive_a_sleep(
     assert tokens(llm) == answers[0]
 
 
+def test_a_drafter_sleeps_too_and_is_worse_after_an_update(
+    checkpoints: list[Path], answers: list[list[list[int]]]
+) -> None:
+    """The drafter is the model itself, until the model gets other weights."""
+
+    def num_accepted() -> int:
+        (counter,) = (m for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+        return int(getattr(counter, "value", 0))
+
+    def gain(expected: list[list[int]]) -> int:
+        before = num_accepted()
+        assert tokens(llm) == expected
+        return num_accepted() - before
+
+    drafts = {"model": str(checkpoints[0]), "num_speculative_tokens": 3, "adaptive": False}
+    with make(checkpoints[0], speculative_config=drafts, disable_log_stats=False) as llm:
+        most = gain(answers[0])
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert gain(answers[0]) > 0.8 * most > 20
+        llm.update_weights(checkpoints[1])
+        assert gain(answers[1]) < 0.5 * most
+
+
 def test_kept_requests_go_on_with_the_new_weights(inproc_llm: LLM, checkpoints: list[Path]) -> None:
     engine = inproc_llm.llm_engine
     engine.add_request("a", PROMPTS[0], GREEDY)
