@@ -37,6 +37,8 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Tokens that the user expects in the output."""
     cache_salt: str | None = None
     """Isolates what a drafter remembers of past outputs, as it isolates the prefix cache."""
+    lora_revision: int = 0
+    """Revision of the adapter that the request is bound to."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
