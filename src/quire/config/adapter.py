@@ -77,8 +77,8 @@ _PIECE = re.compile(r"\(\?:|[\w-]|\\[.dw]|\[\^?[\w-]+\]|[.()|^$*+?]")
 class NamePatterns(Generic[T]):
     """Values by the names of modules: rank_pattern and alpha_pattern.
 
-    A key matches a name, or its end after a ".", as PEFT's do; the first one counts. Keys are names, or regular
-    expressions of `_PIECE`s whose repetitions are of one character: they come from a repository, and a search with
+    A key matches a name, or its end after a ".", as PEFT's do; the first one counts. Keys are names (whose "." is a
+    dot), or regular expressions of `_PIECE`s whose repetitions are of one character: they come from a repository, and a search with
     nested ones would not end. Raises ValueError.
     """
 
@@ -252,8 +252,9 @@ class _Fields:
             self.number(f"{name}[{key!r}]", value, rank=rank)
         return patterns
 
-    def _wrong(self, name: str, why: str, *value: Any) -> AdapterError:
-        shown = repr(value[0] if value else self.raw.get(name))[:80] if value or name in self.raw else "missing"
+    def _wrong(self, name: str, why: str, value: Any = None) -> AdapterError:
+        value = self.raw.get(name) if value is None else value
+        shown = "missing" if value is None else repr(value)[:80]
         return AdapterError(f"{self.source}: {name} is {shown}: {why}")
 
 
