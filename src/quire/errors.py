@@ -69,13 +69,6 @@ class NotFoundError(ClientError):
     status_code = 404
 
 
-class AdapterError(ClientError):
-    """A LoRA adapter cannot be loaded. The message names the file and the tensor or field."""
-
-    def __init__(self, message: str, *, param: str | None = "lora_path", value: Any = None) -> None:
-        super().__init__(message, param=param, value=value)
-
-
 class OverloadedError(ClientError):
     """A limit is reached; the request was refused before any work was done for it.
 
