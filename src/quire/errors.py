@@ -8,7 +8,6 @@
     │   │   └── PromptTooLongError  400  prompt + output cannot fit the model's context
     │   ├── AdapterError            400  an adapter's files are faulty, or do not fit the model
     │   ├── NotFoundError           404  no such model, adapter or request
-    │   ├── AdapterError            400  a LoRA adapter cannot be loaded: names file and tensor or field
     │   ├── OverloadedError         503  a declared limit of the server is reached; nothing was started
     │   │   └── QuotaExceededError  429  the limit is the client's own
     │   └── SlowClientError         408  the client did not read its output for too long; it was aborted
