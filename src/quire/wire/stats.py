@@ -97,6 +97,20 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
             per_position[position] += 1
 
 
+class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """LoRA adapters of the engine: events since the last report, and what there is now."""
+
+    loads: dict[str, int] = {}
+    """Loads that have ended, by outcome."""
+    load_seconds: list[float] = []
+    wait_seconds: list[float] = []
+    """Times that requests waited for their adapters; one that did not wait counts nothing."""
+    num_evictions: int = 0
+    resident_bytes: int = 0
+    num_adapters: dict[str, int] = {}
+    """Adapters by state."""
+
+
 class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Where the prompt tokens of a request came from; sent once, with its first output.
 
@@ -153,6 +167,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Prompt tokens computed, in this step and before, for the requests whose first output this step yields."""
     num_decoded_reqs: int = 0
     """Outputs with tokens that are not their request's first."""
+    adapters: AdapterStats | None = None
+    """None without --enable-lora."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]
