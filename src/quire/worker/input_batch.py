@@ -54,9 +54,14 @@ class BlockTable:
         """Returns the table of some requests, [len(rows), blocks] int32, as wide as the longest. May be a view: use at
         once."""
         width = int(self._num_blocks[rows].max())
-        # rows is ascending and distinct: if its last is len - 1, it is all rows up to there
-        ids = self._ids[: len(rows), :width] if rows[-1] == len(rows) - 1 else self._ids[rows, :width]
+        # rows are distinct: if they ascend to len - 1, they are all rows up to there
+        is_head = rows[-1] == len(rows) - 1 and bool((rows[:-1] < rows[1:]).all())
+        ids = self._ids[: len(rows), :width] if is_head else self._ids[rows, :width]
         return torch.from_numpy(ids).to(device)
+
+
+NO_ADAPTER = -1
+"""Slot of requests for the base model."""
 
 
 class InputBatch:
@@ -74,6 +79,8 @@ class InputBatch:
         self.block_tables = [BlockTable(size, max_num_reqs, max_model_len) for size in block_sizes]
         """Per KV cache group."""
         self.sampling = SamplingTable(max_num_reqs)
+        self.adapter_slots = np.full(max_num_reqs, NO_ADAPTER, dtype=np.int64)
+        """Slot of each request's adapter: see worker/lora/table.py."""
         self.draft_hints: dict[str, tuple[npt.NDArray[np.int32] | None, str | None]] = {}
         """(predicted outputs, cache salt) of the requests that have either."""
         self.version = 0
@@ -84,7 +91,7 @@ class InputBatch:
         """Requests in the batch."""
         return len(self.req_ids)
 
-    def add_request(self, request: NewRequestData) -> None:
+    def add_request(self, request: NewRequestData, adapter_slot: int = NO_ADAPTER) -> None:
         """Adds a request that is not in the batch; there must be room for it."""
         row = len(self.req_ids)
         assert row < self.max_num_reqs, f"more than max_num_seqs={self.max_num_reqs} requests run at once"
@@ -96,6 +103,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = len(request.prompt_token_ids)
         self.num_tokens[row] = len(tokens)
         self.num_computed_tokens[row] = request.num_computed_tokens
+        self.adapter_slots[row] = adapter_slot
         if request.prediction_token_ids or request.cache_salt is not None:
             prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
             self.draft_hints[request.req_id] = prediction, request.cache_salt
@@ -133,7 +141,7 @@ class InputBatch:
         self.req_ids[target] = req_id
         self.rows[req_id] = target
         self.token_ids[target, :n] = self.token_ids[source, :n]
-        for array in (self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens):
+        for array in (self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens, self.adapter_slots):
             array[target] = array[source]
         for table in self.block_tables:
             table.move_row(source, target)
@@ -182,7 +190,8 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a forward pass, and which of its outputs are sampled. Requests are in the order of the batch."""
+    """Inputs of a forward pass, and which of its outputs are sampled. Requests are in the order of the batch, or of
+    their adapters' slots."""
 
     rows: Rows
     """[num_reqs] rows of the batch in the step."""
@@ -201,6 +210,15 @@ class StepInputs:
     """Indices of the requests that sample: those whose last token is in the step."""
     num_drafts: npt.NDArray[np.int64] | None
     """[num_reqs] the last tokens of each request that are drafts; None: there are no drafts in the step."""
+    adapter_slots: npt.NDArray[np.int64] | None = None
+    """[num_reqs] ascending slots of the requests' adapters; None: the step has no adapters."""
+
+    @property
+    def logits_lens(self) -> npt.NDArray[np.int64]:
+        """[len(sampling)] the number of tokens of each request whose logits are needed."""
+        if self.num_drafts is None:
+            return np.ones(len(self.sampling), dtype=np.int64)
+        return self.num_drafts[self.sampling] + 1
 
     @property
     def logits_indices(self) -> npt.NDArray[np.int64]:
@@ -208,7 +226,7 @@ class StepInputs:
         lasts = (self.starts + self.query_lens - 1)[self.sampling]
         if self.num_drafts is None:
             return lasts
-        lens = self.num_drafts[self.sampling] + 1
+        lens = self.logits_lens
         return np.arange(lens.sum()) + np.repeat(lasts - np.cumsum(lens) + 1, lens)
 
 
@@ -222,11 +240,17 @@ def make_step_inputs(
     drafts: Mapping[str, list[int]] = NO_DRAFTS,
 ) -> StepInputs:
     """Returns the inputs of a step. Every id must be in the batch, with its num_computed_tokens up to date.
-    `drafts` are among the scheduled tokens of their requests; they are written into the batch."""
+    `drafts` are among the scheduled tokens of their requests; they are written into the batch. Requests with the same
+    adapter come one after the other."""
     scheduled = np.zeros(batch.num_reqs, dtype=np.int64)
     for req_id, num_tokens in num_scheduled_tokens.items():
         scheduled[batch.rows[req_id]] = num_tokens
     rows = np.flatnonzero(scheduled)
+    slots = batch.adapter_slots[rows]
+    has_adapters = bool((slots != NO_ADAPTER).any())
+    if has_adapters:
+        order = np.argsort(slots, kind="stable")
+        rows, slots = rows[order], slots[order]
     query_lens = scheduled[rows]
     computed = batch.num_computed_tokens[rows]
     seq_lens = computed + query_lens
@@ -256,4 +280,5 @@ def make_step_inputs(
         attention=attention,
         sampling=np.flatnonzero(certain_lens == batch.num_tokens[rows]),
         num_drafts=num_drafts,
+        adapter_slots=slots if has_adapters else None,
     )

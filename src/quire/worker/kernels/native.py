@@ -41,6 +41,7 @@ from quire.worker.kernels.library import (
 from quire.worker.kernels.library import ACTIVATIONS as ACTIVATIONS
 from quire.worker.kernels.library import DTYPES as DTYPES
 from quire.worker.kernels.library import with_packed_rows as with_packed_rows
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
 from quire.worker.kernels.native_latent import NativeBatchedLinear, NativeLatent
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
@@ -167,6 +168,24 @@ class NativeKernels(Kernels):
     def sampling(self) -> SamplingKernel:
         return NativeSampling(self.context)
 
+    def adapter_batch(self) -> AdapterBatch:
+        raise NotImplementedError
+
+    def adapter_site(
+        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
+    ) -> AdapterSite:
+        raise NotImplementedError
+
+    def pack_low_rank(
+        self,
+        parts: Sequence[LowRank | None],
+        in_features: int,
+        part_sizes: Sequence[int],
+        gated: bool,
+        dtype: torch.dtype,
+    ) -> PackedLowRank:
+        raise NotImplementedError
+
 
 class Matrix:
     """A weight in the library's layout (csrc/layout.h), the same for every instruction set.
@@ -234,6 +253,7 @@ class NativeLinear:
         self._handle = matrix.context.handle
         self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
         self._widen = NativeActivation(matrix.context, torch.float32)
+        self.site: AdapterSite | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x) if x.dtype == self._matrix.dtype else self._widen(x)
@@ -257,6 +277,8 @@ class NativeEmbedding:
             dim=self._dim, dtype=DTYPES[table.dtype], packed=matrix is not None, table=self._table.data_ptr()
         )
         self._context, self._add = context, NativeActivation(context)
+        self.lookup_site: AdapterSite | None = None
+        self.project_site: AdapterSite | None = None
 
     def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         y = torch.empty((ids.shape[0], self._dim), dtype=self._dtype)

@@ -21,6 +21,7 @@ from quire.worker.kernels.library import (
     set_residual,
     with_packed_rows,
 )
+from quire.worker.kernels.lora import AdapterSite
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.quantization.weight import Coding, QuantizedWeight
 
@@ -171,6 +172,7 @@ class NativeQuantizedLinear:
         self._pointer = byref(self._args)
         self._function = matrix.context.library.cdll.qk_quantized_linear
         self._handle = matrix.context.handle
+        self.site: AdapterSite | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x)

@@ -1,0 +1,136 @@
+"""The adapters in a worker's memory: each has a slot at every site, and a step's rows name slots."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from quire.config.lora import LoRAConfig
+from quire.failpoints import failpoint
+from quire.lora_request import LoRARequest
+from quire.wire.execution import NewRequestData
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.worker.input_batch import NO_ADAPTER, StepInputs
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.lora import AdapterBatch
+from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
+from quire.worker.lora.sites import make_sites
+
+Numbers = npt.NDArray[np.int64]
+
+
+class AdapterTable:
+    """Owns the loaded adapters. Most methods are called on the worker's thread, between steps; adapters arrive on the
+    loader's and are installed when the next step begins.
+
+    Nothing here evicts: an adapter stays until `drop`, and no request of a step may name one that is not loaded.
+    """
+
+    def __init__(
+        self, model: nn.Module, kernels: Kernels, limits: LoRAConfig, dtype: torch.dtype, *, pools: bool, base_model: str
+    ) -> None:
+        """`dtype`: the model's type."""
+        self._sites = make_sites(model, kernels, dtype, pools=pools)
+        self._arrived: SimpleQueue[LoadedAdapter] = SimpleQueue()
+        self._loader = AdapterLoader(kernels, self._sites, limits, dtype, self._arrived.put, base_model)
+        self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
+        """Slots and adapters."""
+        self._new_slots, self._free_slots = count(), list[int]()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        """Begins to read an adapter, and returns at once. May be called on any thread. See `AdapterLoader`."""
+        return self._loader.load(load)
+
+    def measure(self, request: LoRARequest) -> Future[int]:
+        """Begins to compute the bytes that an adapter will take, and returns at once. May be called on any thread."""
+        return self._loader.measure(request)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Removes a loaded adapter, which no request uses any more."""
+        self._install_arrived()
+        if key in self._installed:
+            slot, adapter = self._installed.pop(key)
+            for name in adapter.packed:
+                self._sites.sites[name].kernel.install(slot, None)
+            heapq.heappush(self._free_slots, slot)
+            self._loader.free(adapter)
+
+    def drop_all(self) -> None:
+        """Removes all adapters and ends all loads."""
+        self._loader.cancel_all()
+        self._install_arrived()
+        for key in list(self._installed):
+            self.drop(key)
+
+    def shutdown(self) -> None:
+        """Ends the loader's thread."""
+        self._loader.shutdown()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Installs what has arrived."""
+        self._loader.pace.note_step()
+        self._install_arrived()
+
+    def slot_of(self, request: NewRequestData) -> int:
+        """Returns the slot of a request's adapter."""
+        if request.lora_request is None:
+            return NO_ADAPTER
+        key = request.lora_request.lora_int_id, request.lora_revision
+        assert key in self._installed, f"request {request.req_id} has adapter {key}, which is not loaded"
+        return self._installed[key][0]
+
+    @contextmanager
+    def applied(self, inputs: StepInputs) -> Iterator[None]:
+        """Applies the adapters of a step's requests to its rows, inside the block only: a drafter, which runs after
+        the step, shares layers with the model."""
+        slots = inputs.adapter_slots
+        assert slots is not None
+        try:
+            _set(self._sites.tokens, slots, inputs.query_lens)
+            _set(self._sites.logits, slots[inputs.sampling], inputs.logits_lens)
+            yield
+        finally:
+            self._sites.tokens.clear()
+            self._sites.logits.clear()
+
+    def apply_to_logits(self, slot: int, num_rows: int) -> None:
+        """Applies one adapter to the rows of the next call of the logits head. Inside `applied`."""
+        self._sites.logits.set([0, num_rows], [slot])
+
+    def _install_arrived(self) -> None:
+        while True:
+            try:
+                adapter = self._arrived.get_nowait()
+            except Empty:
+                return
+            failpoint("lora.install", adapter.name)
+            if adapter.key in self._installed:
+                self.drop(adapter.key)
+            slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
+            for name, packed in adapter.packed.items():
+                self._sites.sites[name].kernel.install(slot, packed)
+            self._installed[adapter.key] = slot, adapter
+
+
+def _set(batch: AdapterBatch, slots: Numbers, lens: Numbers) -> None:
+    """Gives `batch` the rows of requests: `lens` rows of the adapter in `slots`, in this order."""
+    if not len(slots):
+        batch.clear()
+        return
+    begins = np.flatnonzero(np.diff(slots, prepend=slots[0] - 1))  # requests that have another slot than the one before
+    ends = np.cumsum(lens)
+    starts = (ends - lens)[begins].tolist()
+    batch.set([*starts, int(ends[-1])], slots[begins].tolist())
