@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from quire.config.adapter import CONFIG_FILE, AdapterIndex
 from quire.config.checkpoint import MAX_TEMPLATE_BYTES, read_object, read_text
 from quire.config.engine import EngineConfig
 from quire.config.lora import OWN_TEMPLATE, AdapterSpec, LoRAConfig, parse_lora_module, resolve_adapter_dir
-from quire.errors import ClientError, NotFoundError, QuireError, ValidationError
+from quire.errors import AdapterError, ClientError, ConfigError, NotFoundError, QuireError, ValidationError
 from quire.logger import init_logger
 from quire.lora_request import MAX_NAME_LEN, LoRARequest
 
 logger = init_logger(__name__)
 
-CONFIG_NAME = "adapter_config.json"
 MIN_SCAN_INTERVAL_S = 1.0
 """Time between two scans of the directories: a client may name what is not there at any rate."""
 MAX_SCANNED = 100_000
@@ -40,7 +41,7 @@ class AdapterDoor:
     def __init__(
         self,
         config: LoRAConfig,
-        check_files: Callable[[Path], None] = lambda directory: None,
+        check_files: Callable[[Path], object] = lambda directory: None,
         download_dir: str | None = None,
     ) -> None:
         """`check_files` raises ClientError for a directory whose adapter the model cannot have."""
@@ -77,22 +78,29 @@ class AdapterDoor:
 
     def check_again(self, request: LoRARequest) -> LoRARequest:
         """Returns the same after reading the files, whether or not they were checked before."""
-        if not request.lora_path:
-            raise ValidationError(
-                f"adapter {request.lora_name!r} has no lora_path; give the directory of its files", param="lora_path"
-            )
-        directory = resolve_adapter_dir(request.lora_path, self._download_dir)
-        self._check_files(directory)
-        checked = msgspec.structs.replace(request, lora_path=str(directory))
+        directory = self.find(request.lora_name, request.lora_path)
+        self._check_files(Path(directory))
+        checked = msgspec.structs.replace(request, lora_path=directory)
         if len(self._checked) >= MAX_CHECKED:
             self._checked.clear()
         self._checked[_key(request)] = self._checked[_key(checked)] = checked
         return checked
 
+    def find(self, name: str, path: str) -> str:
+        """Returns the directory of an adapter, which is downloaded if `path` is a hub id. Raises ValidationError,
+        NotFoundError, and AdapterError for a download that fails."""
+        if not path:
+            raise ValidationError(f"adapter {name!r} has no path; give the directory of its files", param="lora_path")
+        try:
+            return str(resolve_adapter_dir(path, self._download_dir))
+        except ConfigError as e:
+            raise AdapterError(str(e)) from None
+
 
 def make_door(config: EngineConfig) -> AdapterDoor:
     """Returns the door of an engine."""
-    return AdapterDoor(config.lora_config, download_dir=config.load_config.download_dir)
+    limits = config.lora_config
+    return AdapterDoor(limits, lambda directory: AdapterIndex.read(directory, limits), config.load_config.download_dir)
 
 
 def _key(request: LoRARequest) -> tuple[str, int, str]:
@@ -128,7 +136,8 @@ class AdapterNames(Protocol):
 
 
 class AdapterTable:
-    """Adapters by name, and their ids, which count from 1. A name keeps its id. Belongs to one event loop."""
+    """Adapters by name, and their ids, which count from 1. A name and its directory keep their id. Belongs to one event
+    loop."""
 
     def __init__(
         self,
@@ -143,63 +152,85 @@ class AdapterTable:
         self._call_core = call_core
         self._model_names = frozenset(model_names)
         self._on_change = on_change
-        self._ids: dict[str, int] = {}
-        self._lock = asyncio.Lock()
-        """Changes are made one after the other, so that no two loads of a name differ in their order here and in the
-        core."""
+        self._ids: dict[tuple[str, str], int] = {}
+        self._turns: dict[str, _Turn] = {}
 
     async def load(self, spec: AdapterSpec) -> ServedAdapter:
         self._door.require_enabled(f"LoRA adapter {spec.name!r} was to be loaded")
-        async with self._lock:
-            known = self.adapters.get(spec.name)
-            if known is not None and not spec.load_inplace:
+        async with self._turn(spec.name):
+            before = self.adapters.get(spec.name)
+            if before is not None and not spec.load_inplace:
                 raise ClientError(
                     f"adapter {spec.name!r} is loaded already; set load_inplace: true to load it again",
                     param="lora_name",
                 )
-            request = self._make_request(spec.name, spec.path, spec.base_model_name, spec.is_3d_lora_weight)
-            adapter = await asyncio.to_thread(self._read, request, spec.chat_template)
-            await self._call_core(
-                "add_lora", msgspec.structs.replace(adapter.request, load_inplace=spec.load_inplace)
-            )
-            await self._put(adapter)
+            adapter = await self._read(spec)
+            request = msgspec.structs.replace(adapter.request, load_inplace=spec.load_inplace)
+            await self._call_core("add_lora", request)
+            await self._put(spec.name, adapter)
+            if before is not None and before.request.lora_int_id != request.lora_int_id:
+                await self._call_core("remove_lora", before.request.lora_int_id)
         return adapter
 
     async def adopt(self, name: str, path: str) -> ServedAdapter:
-        async with self._lock:
-            known = self.adapters.get(name)
-            if known is not None:
-                return known
-            adapter = await asyncio.to_thread(self._read, self._make_request(name, path), None)
-            await self._put(adapter)
+        async with self._turn(name):
+            adapter = self.adapters.get(name)
+            if adapter is None:
+                adapter = await self._read(AdapterSpec(name, path))
+                await self._put(name, adapter)
         return adapter
 
     async def unload(self, name: str) -> None:
-        async with self._lock:
-            adapter = self.adapters.pop(name, None)
+        async with self._turn(name):
+            adapter = self.adapters.get(name)
             if adapter is None:
                 raise NotFoundError(f"there is no adapter {name[:200]!r}", param="lora_name")
-            if self._on_change is not None:
-                await self._on_change(name, None)
+            await self._put(name, None)
             await self._call_core("remove_lora", adapter.request.lora_int_id)
 
-    def _make_request(
-        self, name: str, path: str, base_model_name: str | None = None, is_3d: bool = False
-    ) -> LoRARequest:
-        if name in self._model_names:
-            raise ClientError(f"{name!r} is a name of the model; name the adapter otherwise", param="lora_name")
-        new_id = max(self._ids.values(), default=0) + 1
-        return LoRARequest(name, self._ids.get(name, new_id), path, base_model_name, is_3d_lora_weight=is_3d)
+    @asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[None]:
+        """Lets changes of one name follow each other, so that their order here and in the core is the same."""
+        turn = self._turns.setdefault(name, _Turn())
+        turn.num_users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_users -= 1
+            if not turn.num_users:
+                del self._turns[name]
 
-    def _read(self, request: LoRARequest, chat_template: str | None) -> ServedAdapter:
-        checked = self._door.check_again(request)
-        return ServedAdapter(checked, read_template(Path(checked.lora_path), chat_template))
+    async def _read(self, spec: AdapterSpec) -> ServedAdapter:
+        """Returns an adapter with its id, after a check of its files."""
+        if spec.name in self._model_names:
+            raise ClientError(f"{spec.name!r} is a name of the model; name the adapter otherwise", param="lora_name")
+        path = await asyncio.to_thread(self._door.find, spec.name, spec.path)
+        request = LoRARequest(
+            spec.name,
+            self._ids.setdefault((spec.name, path), len(self._ids) + 1),
+            path,
+            spec.base_model_name,
+            is_3d_lora_weight=spec.is_3d_lora_weight,
+        )
+        await asyncio.to_thread(self._door.check_again, request)
+        return ServedAdapter(request, await asyncio.to_thread(read_template, Path(path), spec.chat_template))
 
-    async def _put(self, adapter: ServedAdapter) -> None:
-        self._ids[adapter.name] = adapter.request.lora_int_id
-        self.adapters[adapter.name] = adapter
+    async def _put(self, name: str, adapter: ServedAdapter | None) -> None:
+        if adapter is None:
+            del self.adapters[name]
+        else:
+            self.adapters[name] = adapter
         if self._on_change is not None:
-            await self._on_change(adapter.name, adapter)
+            await self._on_change(name, adapter)
+
+
+class _Turn:
+    """A lock, and the number of those that hold it or wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_users = 0
 
 
 def read_template(directory: Path, wish: str | None) -> str | None:
@@ -208,13 +239,16 @@ def read_template(directory: Path, wish: str | None) -> str | None:
         return None
     if wish != OWN_TEMPLATE:
         path = Path(wish).expanduser()
-        text = read_text(path.parent, path.name, MAX_TEMPLATE_BYTES)
+        directory, name = path.parent, path.name
     else:
-        text = read_text(directory, "chat_template.jinja", MAX_TEMPLATE_BYTES)
-        if text is None:
-            given = (read_object(directory, "tokenizer_config.json") or {}).get("chat_template")
-            text = given if isinstance(given, str) else None
-    if text is None:
+        name = "chat_template.jinja"
+    try:
+        text = read_text(directory, name, MAX_TEMPLATE_BYTES)
+        if text is None and wish == OWN_TEMPLATE:
+            text = (read_object(directory, "tokenizer_config.json") or {}).get("chat_template")
+    except ConfigError as e:
+        raise ValidationError(f"chat_template: {e}", param="chat_template") from None
+    if not isinstance(text, str):
         raise ValidationError(
             f"chat_template is {wish!r}, and there is none; put a chat_template.jinja beside the adapter, or name a "
             "file",
@@ -308,12 +342,12 @@ def scan(directories: Sequence[str]) -> dict[str, str]:
         for place, names, files in os.walk(root):
             num_left -= len(names)
             relative = os.path.relpath(place, root)
-            if place != root and CONFIG_NAME in files and len(relative) <= MAX_NAME_LEN:
+            if place != root and CONFIG_FILE in files and len(relative) <= MAX_NAME_LEN:
                 found.setdefault(relative, place)
                 names.clear()  # an adapter's directory holds no others
             for name in names:
                 linked = os.path.join(place, name)
-                if os.path.islink(linked) and os.path.isfile(os.path.join(linked, CONFIG_NAME)):
+                if os.path.islink(linked) and os.path.isfile(os.path.join(linked, CONFIG_FILE)):
                     found.setdefault(os.path.relpath(linked, root), linked)
             if num_left < 0:
                 logger.warning("--lora-dir: only the first %d directories were looked into", MAX_SCANNED)

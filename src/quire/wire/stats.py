@@ -98,17 +98,19 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """LoRA adapters of the engine: events since the last report, and what there is now."""
+    """Adapters of one engine core: counts since the last report, and the present state."""
 
-    loads: dict[str, int] = {}
-    """Loads that have ended, by outcome."""
+    num_loads: dict[str, int] = {}
+    """Ended loads by outcome: "loaded", "failed"."""
     load_seconds: list[float] = []
+    """Durations of the loads that succeeded."""
     wait_seconds: list[float] = []
-    """Times that requests waited for their adapters; one that did not wait counts nothing."""
+    """Per request that had to wait for its adapter: time until it was admitted."""
     num_evictions: int = 0
     resident_bytes: int = 0
+    """Memory of loaded adapters, and of those being loaded."""
     num_adapters: dict[str, int] = {}
-    """Adapters by state."""
+    """Revisions of adapters by state: "cold", "loading", "ready", "failed"."""
 
 
 class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -168,7 +170,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_decoded_reqs: int = 0
     """Outputs with tokens that are not their request's first."""
     adapters: AdapterStats | None = None
-    """None without --enable-lora."""
+    """None where no adapter is known."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]

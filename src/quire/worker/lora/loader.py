@@ -53,7 +53,9 @@ _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Pace:
     """Spreads the work of a thread over time."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self._clock, self._sleep = clock, sleep
         self._last_step = -STEP_GAP_S
         self._worked = 0.0

@@ -43,9 +43,7 @@ class Site:
     def pack(self, kernels: Kernels, parts: Sequence[LowRank | None], dtype: torch.dtype) -> PackedLowRank:
         """Returns the factors of all parts, None for those that the adapter leaves alone, as kernels read them. May be
         called on any thread."""
-        return kernels.pack_low_rank(
-            parts, self.in_features, self.part_sizes, self.gated, dtype, lookup=self.is_lookup
-        )
+        return kernels.pack_low_rank(parts, self.in_features, self.part_sizes, self.gated, dtype, lookup=self.is_lookup)
 
 
 @dataclass

@@ -36,7 +36,14 @@ class AdapterTable:
     """
 
     def __init__(
-        self, model: nn.Module, kernels: Kernels, limits: LoRAConfig, dtype: torch.dtype, *, pools: bool, base_model: str
+        self,
+        model: nn.Module,
+        kernels: Kernels,
+        limits: LoRAConfig,
+        dtype: torch.dtype,
+        *,
+        pools: bool,
+        base_model: str,
     ) -> None:
         """`dtype`: the model's type."""
         self._sites = make_sites(model, kernels, dtype, pools=pools)

@@ -47,7 +47,6 @@ ADAPTER_STATES = ("cold", "loading", "ready", "failed")
 of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
 
 
-
 def _tokens_of_adapters(stats: IterationStats, which: int, total: int) -> list[Sample]:
     """Returns the prompt tokens (`which` of 0) or generated ones (1) by adapter; "" for the others of `total`."""
     samples = [((name,), float(tokens[which])) for name, tokens in stats.tokens_of_adapters.items()]
@@ -283,7 +282,7 @@ LEDGER: tuple[MetricSpec, ...] = (
         help="Loads of LoRA adapters, by outcome.",
         labels=("outcome",),
         known=each(LOAD_OUTCOMES),
-        samples=lambda adapters: labelled(adapters.loads),
+        samples=lambda adapters: labelled(adapters.num_loads),
     ),
     of_adapters(
         name="lora_load_seconds",

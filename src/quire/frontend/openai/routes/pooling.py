@@ -69,7 +69,6 @@ async def pool(exchange: Exchange) -> Response:
 
 
 async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: str, kind: str) -> Response:
-    state = exchange.state
     model = await exchange.find_model(body.model)
     outputs = await pool_input(exchange, body, body.params(task))
     usage = count_tokens(outputs)
