@@ -16,7 +16,6 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
 from tests.adapters import write_adapter
 
 from .async_fake_client import settle
