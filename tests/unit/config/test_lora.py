@@ -18,7 +18,8 @@ from quire.errors import ConfigError, NotFoundError
         ("team/sql=~/a=b", AdapterSpec("team/sql", "~/a=b")),
         ('{"name": "sql", "path": "/a"}', AdapterSpec("sql", "/a")),
         (
-            '{"name": "sql", "path": "/a", "base_model_name": "m", "is_3d_lora_weight": true, "chat_template": "adapter"}',
+            '{"name": "sql", "path": "/a", "base_model_name": "m", "is_3d_lora_weight": true, '
+            '"chat_template": "adapter"}',
             AdapterSpec("sql", "/a", "m", "adapter", is_3d_lora_weight=True),
         ),
     ],

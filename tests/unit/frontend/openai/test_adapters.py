@@ -233,9 +233,8 @@ def test_every_api_takes_the_name(tmp_path: Path) -> None:
             await server.answer(path, model="sql", **body)
         events = await server.stream("/v1/chat/completions", model="sql", messages=chat, max_tokens=3)
         assert {event["model"] for event in events} == {"sql"}
-        assert (await server.answer("/api/chat", model="sql:latest", messages=chat, stream=False))[
-            "model"
-        ] == "sql:latest"
+        tagged = await server.answer("/api/chat", model="sql:latest", messages=chat, stream=False)
+        assert tagged["model"] == "sql:latest"
         tags = {card["name"]: card for card in (await server.get("/api/tags")).json()["models"]}
         assert list(tags) == ["demo", "sql"]
         assert tags["sql"]["details"]["parent_model"] == "demo"
