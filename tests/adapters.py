@@ -1,5 +1,4 @@
-"""LoRA adapters written by hand, in PEFT's layout: for tests that need no peft, and for those whose files peft would not
-write."""
+"""LoRA adapters written by hand, in PEFT's layout: for tests that need no peft, and files that peft would not write."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class NamePatterns(Generic[T]):
     """Values by the names of modules: rank_pattern and alpha_pattern.
 
     A key matches a name, or its end after a ".", as PEFT's do; the first one counts. Keys are names (whose "." is a
-    dot), or regular expressions of `_PIECE`s whose repetitions are of one character: they come from a repository, and a search with
-    nested ones would not end. Raises ValueError.
+    dot), or regular expressions of `_PIECE`s whose repetitions are of one character: they come from a repository, and
+    a search with nested ones would not end. Raises ValueError.
     """
 
     def __init__(self, values: Mapping[str, T]) -> None:

@@ -96,7 +96,7 @@ class Worker:
             pooling=model.pooling,
         )
         if self.config.lora_config.enable_lora:
-            self._adapters = self._runner.adapters = self._make_adapters(loaded.model)
+            self._adapters = self._runner.adapters = self._make_adapters(loaded.model, placement)
         drafting = self.config.speculative_config.drafting
         if drafting is not None:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
@@ -104,7 +104,7 @@ class Worker:
             self.loaded.append(self._draft_model.loaded)
         stamp("weights")
 
-    def _make_adapters(self, model: nn.Module) -> AdapterTable:
+    def _make_adapters(self, model: nn.Module, placement: Placement) -> AdapterTable:
         """Returns an empty table of adapters. Raises ConfigError if this model cannot have any."""
         config, limits = self.config.model_config, self.config.lora_config
         if config.implementation.name == TRANSFORMERS:
@@ -119,7 +119,7 @@ class Worker:
                 "or choose another --dtype"
             )
         pools = config.pooling is not None
-        return AdapterTable(model, self.kernels, limits, self.dtype, pools=pools, base_model=str(config.model))
+        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model))
 
     @property
     def _draft_model(self) -> ModelDrafter | None:

@@ -277,7 +277,7 @@ def test_a_config_alone(tmp_path: Path) -> None:
         AdapterConfig.from_dir(tmp_path / "nowhere")
     assert caught.value.param == "lora_path"
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(AdapterError, match="has no adapter_model.safetensors"):
+    with pytest.raises(AdapterError, match="has no adapter_model"):
         AdapterConfig.from_dir(tmp_path)
     save_file({}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match="r is missing"):

@@ -111,12 +111,13 @@ class AdapterLoader:
         sites: AdapterSites,
         limits: LoRAConfig,
         dtype: torch.dtype,
+        device: torch.device,
         deliver: Callable[[LoadedAdapter], None],
         base_model: str = "",
     ) -> None:
         self.pace = Pace()
         self._kernels, self._sites, self._limits, self._dtype = kernels, sites, limits, dtype
-        self._deliver = deliver
+        self._device, self._deliver = device, deliver
         self._base_model = base_model
         self._jobs: set[_Job] = set()
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -254,7 +255,8 @@ class _Reading:
             if order is not None:
                 with self._pace.work():
                     b = _take_rows(b, order)
-            waiting[target.site][target.part] = LowRank(a, b, factors.scale)
+            device = self._loader._device
+            waiting[target.site][target.part] = LowRank(a.to(device), b.to(device), factors.scale)
             missing[target.site] -= 1
             if not missing[target.site]:
                 failpoint("lora.pack", self._name)
@@ -267,11 +269,12 @@ class _Reading:
     def _tensor(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo) -> Tensor:
         """Returns a tensor of the file in the type of the adapters. Raises AdapterError for NaN and infinity."""
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        self._fill(files, memoryview(raw.numpy()), index.data_start + info.offset)
+        self._fill(files, memoryview(raw.numpy().data), index.data_start + info.offset)
         source = raw.view(_TYPES[info.dtype])
         dtype = self._loader._dtype
         result = source if source.dtype == dtype else torch.empty(source.shape, dtype=dtype)
-        for piece, place in zip(source.split(CAST_ITEMS), result.split(CAST_ITEMS), strict=True):
+        for start in range(0, len(source), CAST_ITEMS):
+            piece, place = source[start : start + CAST_ITEMS], result[start : start + CAST_ITEMS]
             with self._pace.work():
                 if result is not source:
                     place.copy_(piece)

@@ -36,14 +36,13 @@ class Site:
     in_features: int
     part_sizes: tuple[int, ...]
     gated: bool = False
-    is_lookup: bool = False
     orders: tuple[Tensor | None, ...] = (None,)
     """Orders of the parts' rows, where the model has others than checkpoints: see row_order.py."""
 
     def pack(self, kernels: Kernels, parts: Sequence[LowRank | None], dtype: torch.dtype) -> PackedLowRank:
         """Returns the factors of all parts, None for those that the adapter leaves alone, as kernels read them. May be
         called on any thread."""
-        return kernels.pack_low_rank(parts, self.in_features, self.part_sizes, self.gated, dtype, lookup=self.is_lookup)
+        return kernels.pack_low_rank(parts, self.in_features, self.part_sizes, self.gated, dtype)
 
 
 @dataclass
@@ -67,7 +66,6 @@ def make_sites(model: nn.Module, kernels: Kernels, dtype: torch.dtype, *, pools:
         if pools and path.partition(".")[0] in POOLING_HEADS:
             unsupported[path] = "the head of a model that pools, which adapters cannot change here"
         elif isinstance(module, Linear):
-            name = HEAD if path == HEAD else path
             batch = made.logits if path == HEAD else made.tokens
             parts = list(_parts(path, module))
             sizes = tuple(size for _, size in parts)
@@ -75,13 +73,13 @@ def make_sites(model: nn.Module, kernels: Kernels, dtype: torch.dtype, *, pools:
             kernel = kernels.adapter_site(batch, in_features, sizes, module.spec.gated, dtype)
             module.set_site(kernel)
             ordered = tuple(orders.get(part) for part, _ in parts)
-            made.sites[name] = Site(kernel, in_features, sizes, module.spec.gated, orders=ordered)
+            made.sites[path] = Site(kernel, in_features, sizes, module.spec.gated, orders=ordered)
             for i, (part, size) in enumerate(parts):
-                targets[f"{part}.weight"] = AdapterTarget(name, i, in_features, size)
+                targets[f"{part}.weight"] = AdapterTarget(path, i, in_features, size)
         elif isinstance(module, Embedding) and not module.offset:
             rows, dim = module.weight.shape
-            lookup = kernels.adapter_site(made.tokens, rows, (dim,), False, dtype, lookup=True)
-            made.sites[path] = Site(lookup, rows, (dim,), is_lookup=True)
+            lookup = kernels.adapter_site(made.tokens, rows, (dim,), False, dtype)
+            made.sites[path] = Site(lookup, rows, (dim,))
             targets[f"{path}.weight"] = AdapterTarget(path, 0, rows, dim, "embedding")
             head = None
             if module.head is not None and not pools:

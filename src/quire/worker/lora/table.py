@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from quire.config.lora import LoRAConfig
@@ -20,8 +19,8 @@ from quire.lora_request import LoRARequest
 from quire.wire.execution import NewRequestData
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.worker.input_batch import NO_ADAPTER, StepInputs
-from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.lora import AdapterBatch
+from quire.worker.loader import Placement
 from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
 from quire.worker.lora.sites import make_sites
 
@@ -36,19 +35,15 @@ class AdapterTable:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        kernels: Kernels,
-        limits: LoRAConfig,
-        dtype: torch.dtype,
-        *,
-        pools: bool,
-        base_model: str,
+        self, model: nn.Module, placement: Placement, limits: LoRAConfig, *, pools: bool, base_model: str
     ) -> None:
-        """`dtype`: the model's type."""
+        """`pools`: the model has a head for pooling; `base_model`: its name, for messages."""
+        kernels, dtype = placement.kernels, placement.dtype
         self._sites = make_sites(model, kernels, dtype, pools=pools)
         self._arrived: SimpleQueue[LoadedAdapter] = SimpleQueue()
-        self._loader = AdapterLoader(kernels, self._sites, limits, dtype, self._arrived.put, base_model)
+        self._loader = AdapterLoader(
+            kernels, self._sites, limits, dtype, placement.device, self._arrived.put, base_model
+        )
         self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
         """Slots and adapters."""
         self._new_slots, self._free_slots = count(), list[int]()
