@@ -41,12 +41,15 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
 def block_extra_keys(request: Request, block_index: int) -> ExtraKeys | None:
     """Returns what besides tokens and parent distinguishes block `block_index` of `request`; None: nothing.
 
-    The salt enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
+    An adapter enters every block; its revision, too, unless it is the first one under that name and path. The salt
+    enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
     added here: an image adds ("mm", its hash, its offset in the block) to each block it covers.
     """
     keys: ExtraKeys = ()
     if request.lora_request is not None:
         keys += (("lora", request.lora_request.lora_name, request.lora_request.lora_path),)
+        if request.lora_revision > 1:
+            keys += (("lora_revision", request.lora_revision),)
     if request.cache_salt is not None and block_index == 0:
         keys += (("cache_salt", request.cache_salt),)
     return keys or None

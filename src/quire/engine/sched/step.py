@@ -127,6 +127,7 @@ class StepBuilder:
                 pooling_params=request.origin.pooling_params,
                 output_token_ids=request.output_token_ids,
                 lora_request=request.lora_request,
+                lora_revision=request.lora_revision,
             )
         )
         request.unsent_token_ids = []
