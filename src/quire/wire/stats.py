@@ -97,22 +97,6 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=
             per_position[position] += 1
 
 
-class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Adapters of one engine core: counts since the last report, and the present state."""
-
-    num_loads: dict[str, int] = {}
-    """Ended loads by outcome: "loaded", "failed"."""
-    load_seconds: list[float] = []
-    """Durations of the loads that succeeded."""
-    wait_seconds: list[float] = []
-    """Per request that had to wait for its adapter: time until it was admitted."""
-    num_evictions: int = 0
-    resident_bytes: int = 0
-    """Memory of loaded adapters, and of those being loaded."""
-    num_adapters: dict[str, int] = {}
-    """Revisions of adapters by state: "cold", "loading", "ready", "failed"."""
-
-
 class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Where the prompt tokens of a request came from; sent once, with its first output.
 

@@ -13,7 +13,7 @@ import pytest
 
 from quire.errors import AdapterError
 from quire.frontend.openai.app import build_app, load_adapters
-from tests.adapters import write_adapter
+from tests.adapters import tensors, write_adapter
 
 from .serving import Server, check, client_of
 
@@ -194,7 +194,7 @@ def test_names_of_directories_are_looked_up(tmp_path: Path) -> None:
 
 def test_a_bad_adapter_of_a_directory_fails_its_requests_alone(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
-    write_adapter(root / "bad", r=-1)
+    write_adapter(root / "bad", tensors(), r=-1)
     write_adapter(root / "missing-tensor")
 
     async def test(server: Server) -> None:
@@ -300,7 +300,8 @@ def test_modules_are_there_from_the_start(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match="--lora-modules bad: "):
             await load_adapters(server.state)
 
-    check(fails, engine_flags=ON, lora_modules=(f"bad={write_adapter(tmp_path / 'bad', r=0)}",))
+    bad = write_adapter(tmp_path / "bad", tensors(), r=0)
+    check(fails, engine_flags=ON, lora_modules=(f"bad={bad}",))
 
 
 def test_adapters_are_in_the_metrics(tmp_path: Path) -> None:
