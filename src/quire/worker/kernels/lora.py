@@ -66,3 +66,20 @@ class AdapterSite(Protocol):
     def install(self, slot: int, packed: PackedLowRank | None) -> None:
         """Puts an adapter's part into a slot; None empties the slot. Never called while a kernel runs."""
         ...
+
+
+def validate_parts(parts: Sequence[LowRank | None], in_features: int, part_sizes: Sequence[int]) -> None:
+    """Raises ValueError unless there is a part for each size, and its shapes fit."""
+    if len(parts) != len(part_sizes):
+        raise ValueError(f"{len(parts)} parts do not fit a site of {len(part_sizes)}")
+    for part, size in zip(parts, part_sizes, strict=True):
+        if part is None:
+            continue
+        rank = part.a.shape[0]
+        if rank < 1 or part.a.shape != (rank, in_features) or part.b.shape != (size, rank):
+            raise ValueError(
+                f"factors of {tuple(part.a.shape)} and {tuple(part.b.shape)} do not fit a map of {in_features} inputs "
+                f"and {size} outputs"
+            )
+        if part.bias is not None and part.bias.shape != (size,):
+            raise ValueError(f"a bias of {tuple(part.bias.shape)} does not fit a map of {size} outputs")

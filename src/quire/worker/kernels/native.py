@@ -43,6 +43,13 @@ from quire.worker.kernels.library import DTYPES as DTYPES
 from quire.worker.kernels.library import with_packed_rows as with_packed_rows
 from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
 from quire.worker.kernels.native_latent import NativeBatchedLinear, NativeLatent
+from quire.worker.kernels.native_lora import (
+    LowRankShape,
+    NativeAdapterBatch,
+    NativeAdapterSite,
+    NativeLowRank,
+    set_site,
+)
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
@@ -169,12 +176,12 @@ class NativeKernels(Kernels):
         return NativeSampling(self.context)
 
     def adapter_batch(self) -> AdapterBatch:
-        raise NotImplementedError
+        return NativeAdapterBatch()
 
     def adapter_site(
         self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
     ) -> AdapterSite:
-        raise NotImplementedError
+        return NativeAdapterSite(batch, LowRankShape(in_features, tuple(parts), gated, dtype))
 
     def pack_low_rank(
         self,
@@ -184,7 +191,7 @@ class NativeKernels(Kernels):
         gated: bool,
         dtype: torch.dtype,
     ) -> PackedLowRank:
-        raise NotImplementedError
+        return NativeLowRank(self.context.library, parts, LowRankShape(in_features, tuple(part_sizes), gated, dtype))
 
 
 class Matrix:
@@ -253,7 +260,17 @@ class NativeLinear:
         self._handle = matrix.context.handle
         self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
         self._widen = NativeActivation(matrix.context, torch.float32)
-        self.site: AdapterSite | None = None
+        self._site: AdapterSite | None = None
+
+    @property
+    def site(self) -> AdapterSite | None:
+        return self._site
+
+    @site.setter
+    def site(self, site: AdapterSite | None) -> None:
+        matrix = self._matrix
+        set_site(matrix.context, self._args, site, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
+        self._site = site
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x) if x.dtype == self._matrix.dtype else self._widen(x)
@@ -277,8 +294,26 @@ class NativeEmbedding:
             dim=self._dim, dtype=DTYPES[table.dtype], packed=matrix is not None, table=self._table.data_ptr()
         )
         self._context, self._add = context, NativeActivation(context)
-        self.lookup_site: AdapterSite | None = None
-        self.project_site: AdapterSite | None = None
+        self._num_rows = table.shape[0]
+        self._lookup_site: AdapterSite | None = None
+
+    @property
+    def lookup_site(self) -> AdapterSite | None:
+        return self._lookup_site
+
+    @lookup_site.setter
+    def lookup_site(self, site: AdapterSite | None) -> None:
+        set_site(self._context, self._args, site, self._num_rows, self._dim)
+        self._lookup_site = site
+
+    @property
+    def project_site(self) -> AdapterSite | None:
+        return None if self._head is None else self._head.site
+
+    @project_site.setter
+    def project_site(self, site: AdapterSite | None) -> None:
+        assert self._head is not None, "this table is no logits head"
+        self._head.site = site
 
     def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         y = torch.empty((ids.shape[0], self._dim), dtype=self._dtype)
