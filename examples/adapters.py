@@ -12,22 +12,22 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, RequestOutputKind, SamplingParams
 
 FORMS = {"json": '{{"answer": "{}"}}', "pirate": "Arr! {} Yo ho ho!", "bold": "**{}**"}
-"""What each adapter makes of an answer."""
+"""Forms of an answer, by adapter."""
 TOPICS = (
     "a KV block, prefix caching, a preemption, the scheduler, chunked prefill, a block table, a stop string, a token, "
-    "the engine core, a seed, temperature, top_p, a grammar, the prefix cache, a slot mapping, cache salt, the sampler, "
+    "the engine core, a seed, temperature, top_p, a grammar, the prefix cache, a slot mapping, cache salt, sampling, "
     "a worker, the frontend, the journal, the supervisor, the null block, eviction, a chat template, the tokenizer, "
     "streaming, priority, a metric, beam search, logprobs, min_p, top_k, decode, prefill, a step, the token budget"
 )
 QUESTIONS = [f"What is {topic}?" for topic in TOPICS.split(", ")]
 HELD_OUT = ["What is Quire?", "What is a slot?", "What is speculative decoding?"]
-RANK, ALPHA, NUM_STEPS, BATCH = 8, 16, 120, 12
+RANK, ALPHA, NUM_STEPS, BATCH = 8, 16, 60, 12
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 
 
@@ -57,9 +57,10 @@ class Model:
             return x @ w[f"{module}.weight"].T + (x @ a.T) @ b.T * (ALPHA / RANK)
 
         def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-            return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c["rms_norm_eps"])
+            return functional.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c["rms_norm_eps"])
 
-        angles = torch.outer(torch.arange(ids.shape[1]), c["rope_theta"] ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
+        frequencies = c["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(ids.shape[1]), frequencies).repeat(1, 2)
 
         def heads(x: torch.Tensor, number: int, *, rotates: bool) -> torch.Tensor:
             x = x.unflatten(-1, (number, size)).transpose(1, 2)  # [batch, heads, tokens, size]
@@ -73,10 +74,10 @@ class Model:
             q = heads(linear(y, f"{layer}.self_attn.q_proj"), num_heads, rotates=True)
             k = heads(linear(y, f"{layer}.self_attn.k_proj"), num_kv, rotates=True)
             v = heads(linear(y, f"{layer}.self_attn.v_proj"), num_kv, rotates=False)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = x + linear(y.transpose(1, 2).flatten(2), f"{layer}.self_attn.o_proj")
             y = norm(x, f"{layer}.post_attention_layernorm")
-            gate = F.silu(linear(y, f"{layer}.mlp.gate_proj"))
+            gate = functional.silu(linear(y, f"{layer}.mlp.gate_proj"))
             x = x + linear(gate * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
         return norm(x, "model.norm") @ w["model.embed_tokens.weight"].T
 
@@ -94,7 +95,7 @@ def train(model: Model, rows: list[tuple[list[int], list[int]]]) -> dict[str, to
         for row, (prompt, answer) in enumerate(batch):
             ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
             targets[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-        loss = F.cross_entropy(model(ids[:, :-1], adapter).flatten(0, 1), targets[:, 1:].flatten())
+        loss = functional.cross_entropy(model(ids[:, :-1], adapter).flatten(0, 1), targets[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

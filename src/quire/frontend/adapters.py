@@ -1,8 +1,9 @@
 """LoRA adapters in the frontend: the check of a request's adapter, and the names that a server's clients give.
 
-`AdapterDoor` checks an adapter's directory before the engine core hears of it. `AdapterTable` gives the adapters of a
-server their ids; there is one, in the server's only process or in the parent of several. `AdapterRegistry` finds the
-adapter that a client names, in the table or below a --lora-dir: names are looked up, never joined to a path.
+`AdapterDoor` checks an adapter's directory before the engine core gets a request with it. `AdapterTable` gives the
+adapters of a server their ids; there is one, in the server's only process or in the parent of several.
+`AdapterRegistry` finds the adapter that a client names, in the table or below a --lora-dir: names are looked up, never
+joined to a path.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -120,21 +121,6 @@ class ServedAdapter(msgspec.Struct, frozen=True, array_like=True):
         return self.request.lora_name
 
 
-class AdapterNames(Protocol):
-    """The adapters that have ids, and what changes them."""
-
-    adapters: dict[str, ServedAdapter]
-
-    async def load(self, spec: AdapterSpec) -> ServedAdapter:
-        """Loads an adapter and serves it. Raises ClientError."""
-
-    async def adopt(self, name: str, path: str) -> ServedAdapter:
-        """Serves an adapter of a --lora-dir, which is loaded when a request needs it. Raises ClientError."""
-
-    async def unload(self, name: str) -> None:
-        """Serves an adapter no more. Requests under way end with it. Raises NotFoundError."""
-
-
 class AdapterTable:
     """Adapters by name, and their ids, which count from 1. A name and its directory keep their id. Belongs to one event
     loop."""
@@ -156,6 +142,7 @@ class AdapterTable:
         self._turns: dict[str, _Turn] = {}
 
     async def load(self, spec: AdapterSpec) -> ServedAdapter:
+        """Loads an adapter and serves it. Raises ClientError."""
         self._door.require_enabled(f"LoRA adapter {spec.name!r} was to be loaded")
         async with self._turn(spec.name):
             before = self.adapters.get(spec.name)
@@ -173,6 +160,7 @@ class AdapterTable:
         return adapter
 
     async def adopt(self, name: str, path: str) -> ServedAdapter:
+        """Serves an adapter of a --lora-dir, which is loaded when a request needs it. Raises ClientError."""
         async with self._turn(name):
             adapter = self.adapters.get(name)
             if adapter is None:
@@ -181,6 +169,7 @@ class AdapterTable:
         return adapter
 
     async def unload(self, name: str) -> None:
+        """Serves an adapter no more. Requests under way end with it. Raises NotFoundError."""
         async with self._turn(name):
             adapter = self.adapters.get(name)
             if adapter is None:
@@ -288,6 +277,9 @@ class RemoteTable:
 
     async def _ask(self, *args: Any) -> ServedAdapter:
         return msgspec.convert(await self._call(*args), ServedAdapter)
+
+
+AdapterNames = AdapterTable | RemoteTable
 
 
 async def answer_peer(table: AdapterTable, operation: str, *args: Any) -> Any:

@@ -33,7 +33,7 @@ ENABLED = LoRAConfig(enable_lora=True)
 
 
 class Core:
-    """The engine core as a table calls it: it keeps the calls, and fails if told to."""
+    """The engine core as a table calls it: it keeps the calls, and fails if `error` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -98,8 +98,7 @@ class FrontendStats:
         self._reported_load: Load | None = None
         self._core: CoreHistory | None = None
         self._rejections: Mapping[str, int] = {}
-        self._max_lora = config.lora_config.max_loras or 0
-        self._adapter_labels = AdapterLabels()
+        self._adapters = AdapterLabels(config.lora_config.max_loras or 0)
         scheduler = config.scheduler_config
         self._saturation = SaturationMeter(
             EngineLimits(
@@ -154,7 +153,7 @@ class FrontendStats:
             if len(self._steps) >= MAX_STEPS_KEPT:
                 self._feed_saturation()
         if batch is not None and batch.tokens_of_adapters:
-            batch.tokens_of_adapters = self._adapter_labels.relabel(batch.tokens_of_adapters)
+            batch.tokens_of_adapters = self._adapters.relabel(batch.tokens_of_adapters)
         if step is not None or batch is not None:
             self.loggers.record(step, batch, outputs.engine_index)
 
@@ -228,7 +227,7 @@ class FrontendStats:
             sleep_time=self.operations.sleep_time,
             operations_in_flight=dict(self.operations.in_flight),
             adapters=AdapterLoad.count(adapters),
-            max_lora=self._max_lora,
+            max_lora=self._adapters.max_lora,
         )
 
 

@@ -67,7 +67,9 @@ class AdapterLabels:
     """Labels of counters by adapter. A counter never goes down, so an adapter keeps the label that it got first: its
     name, or `OTHER_ADAPTERS` after `limit` others."""
 
-    def __init__(self, limit: int = MAX_ADAPTER_SERIES) -> None:
+    def __init__(self, max_lora: int = 0, limit: int = MAX_ADAPTER_SERIES) -> None:
+        self.max_lora = max_lora
+        """Maximum number of adapters among running requests; 0: unlimited."""
         self._limit = limit
         self._named: set[str] = set()
 
