@@ -328,7 +328,8 @@ class Adapters {
 
     const qk_low_rank* of_segment(int64_t segment) const {
         const int32_t slot = a_.adapters->batch->slots[segment];
-        return slot < 0 ? nullptr : a_.adapters->by_slot[slot];
+        const qk_low_rank* w = slot < 0 ? nullptr : a_.adapters->by_slot[slot];
+        return w && w->num_h ? w : nullptr;
     }
     int64_t end_of(int64_t segment) const {
         const int64_t end = a_.adapters->batch->starts[segment + 1];

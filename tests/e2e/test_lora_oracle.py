@@ -65,7 +65,8 @@ def adapter_of(model: Any, choice: Choice) -> Adapter:
     every = sorted({n.rpartition(".")[2] for n in linears - heads} - {*NOT_SERVED})
     attention = sorted({n.rpartition(".")[2] for n in linears if "att" in n} - {*NOT_SERVED})
     if any(".experts." in name for name, _ in model.named_parameters()):
-        every = attention  # peft takes gate_proj, up_proj and down_proj for names of experts
+        # peft takes gate_proj, up_proj and down_proj for names of experts
+        every = attention = [name for name in attention if name != "gate_proj"]
     options = dict(OPTIONS[choice.options])
     if choice.options == "patterns":
         ranks = options["rank_pattern"]
@@ -101,7 +102,9 @@ def test_requests_with_adapters_get_what_peft_computes(
         for i, choice in enumerate(choices)
     }
     expected = answers(path, [None, *directories.values()])
-    assert len({str([a.tokens for a in row]) for row in expected}) == len(expected)  # every adapter changes something
+    firsts = [torch.stack([answer.logits[0] for answer in row]) for row in expected]
+    for i, first in enumerate(firsts):  # every adapter changes something, and something else
+        assert all((first - other).abs().max() > 100 * TOLERANCE for other in firsts[:i])
     merges = choices[0].kind != "tables" and len(choices) < len(EVERY)  # a merged table changes a tied head, too
     merged = answers(path, [directories["0"]], merges=True)[0] if merges else []
     engine = LoRAWorker(path)

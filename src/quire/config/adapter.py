@@ -445,7 +445,7 @@ _FACTOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?:(?P<table>embedding_)(?P<x>[AB])(?:\.default)?"
     r"|(?P<y>[AB])(?:\.default)?\.weight)"
 )
-_BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.base_layer\.weight")
+_BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.base_layer\.(?P<kind>weight|bias)")
 _SAYINGS: Mapping[str, str] = {
     ".lora_magnitude_vector": REFUSED["use_dora"],
     ".bias": REFUSED["lora_bias"],
@@ -520,8 +520,9 @@ class _Matching:
         if isinstance(target, str):
             raise AdapterError(f"{self.path}: tensor {name} is of module {found['module']}, {target}")
         if target is not None:
-            shape = (target.out_features, target.in_features)
+            shape: tuple[int, ...] = (target.out_features, target.in_features)
             shape = shape[::-1] if target.kind == "embedding" else shape
+            shape = shape if found["kind"] == "weight" else shape[:1]
             if info.shape != shape:
                 raise AdapterError(
                     f"{self.path}: tensor {name} has shape {list(info.shape)}, the model's is {list(shape)}: adapters "

@@ -224,7 +224,7 @@ class Worker:
         return self._table.measure(request)
 
     def drop_adapter(self, key: AdapterKey) -> None:
-        """Removes an adapter that no request uses."""
+        """Removes an adapter that no request uses, before the next step. May be called on any thread."""
         self._table.drop(key)
 
     @property

@@ -85,6 +85,7 @@ def test_tables_and_heads_with_peft_s_copies_of_the_base(tmp_path: Path) -> None
         f"{PREFIX}lm_head.lora_A.weight": np.ones((4, 48), np.float32),
         f"{PREFIX}lm_head.lora_B.weight": np.ones((384, 4), np.float32),
         f"{PREFIX}lm_head.base_layer.weight": np.ones((384, 48), np.float32),
+        f"{PREFIX}lm_head.base_layer.bias": np.ones(384, np.float32),
     }
     index = AdapterIndex.read(write_adapter(tmp_path, content), ANY, targets_of())
     kinds = {factors.module: factors.target.kind for factors in index.factors if factors.target is not None}

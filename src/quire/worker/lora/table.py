@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
-from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 class AdapterTable:
-    """Owns the loaded adapters. Most methods are called on the worker's thread, between steps; adapters arrive on the
-    loader's and are installed when the next step begins.
+    """Owns the loaded adapters. Adapters arrive on the loader's thread, and are installed and removed on the worker's, when
+    the next step begins.
 
     Nothing here evicts: an adapter stays until `drop`, and no request of a step may name one that is not loaded.
     """
@@ -40,10 +40,12 @@ class AdapterTable:
         """`pools`: the model has a head for pooling; `base_model`: its name, for messages."""
         kernels, dtype = placement.kernels, placement.dtype
         self._sites = make_sites(model, kernels, dtype, pools=pools)
-        self._arrived: SimpleQueue[LoadedAdapter] = SimpleQueue()
-        self._loader = AdapterLoader(
-            kernels, self._sites, limits, dtype, placement.device, self._arrived.put, base_model
-        )
+        self._lock = threading.Lock()
+        """Guards the next two."""
+        self._arrived: dict[AdapterKey, LoadedAdapter] = {}
+        """Loaded, not installed yet."""
+        self._dropped: list[AdapterKey] = []
+        self._loader = AdapterLoader(kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model)
         self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
         """Slots and adapters."""
         self._new_slots, self._free_slots = count(), list[int]()
@@ -59,21 +61,20 @@ class AdapterTable:
         return self._loader.measure(request)
 
     def drop(self, key: AdapterKey) -> None:
-        """Removes a loaded adapter, which no request uses any more."""
-        self._install_arrived()
-        if key in self._installed:
-            slot, adapter = self._installed.pop(key)
-            for name in adapter.packed:
-                self._sites.sites[name].kernel.install(slot, None)
-            heapq.heappush(self._free_slots, slot)
+        """Removes a loaded adapter, which no request uses any more, before the next step. May be called on any
+        thread."""
+        with self._lock:
+            adapter = self._arrived.pop(key, None)
+            self._dropped.append(key)
+        if adapter is not None:
             self._loader.free(adapter)
 
     def drop_all(self) -> None:
         """Removes all adapters and ends all loads."""
         self._loader.cancel_all()
-        self._install_arrived()
+        self._apply_changes()
         for key in list(self._installed):
-            self.drop(key)
+            self._remove(key)
 
     def shutdown(self) -> None:
         """Ends the loader's thread."""
@@ -82,9 +83,10 @@ class AdapterTable:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Installs what has arrived."""
+        """Installs what has arrived, and removes what was dropped."""
         self._loader.pace.note_step()
-        self._install_arrived()
+        if self._arrived or self._dropped:
+            self._apply_changes()
 
     def slot_of(self, request: NewRequestData) -> int:
         """Returns the slot of a request's adapter."""
@@ -112,19 +114,31 @@ class AdapterTable:
         """Applies one adapter to the rows of the next call of the logits head. Inside `applied`."""
         self._sites.logits.set([0, num_rows], [slot])
 
-    def _install_arrived(self) -> None:
-        while True:
-            try:
-                adapter = self._arrived.get_nowait()
-            except Empty:
-                return
+    def _deliver(self, adapter: LoadedAdapter) -> None:
+        with self._lock:
+            self._arrived[adapter.key] = adapter
+
+    def _apply_changes(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, {}
+            dropped, self._dropped = self._dropped, []
+        for key in (*dropped, *arrived):
+            self._remove(key)
+        for adapter in arrived.values():
             failpoint("lora.install", adapter.name)
-            if adapter.key in self._installed:
-                self.drop(adapter.key)
             slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
             for name, packed in adapter.packed.items():
                 self._sites.sites[name].kernel.install(slot, packed)
             self._installed[adapter.key] = slot, adapter
+
+    def _remove(self, key: AdapterKey) -> None:
+        if key not in self._installed:
+            return
+        slot, adapter = self._installed.pop(key)
+        for name in adapter.packed:
+            self._sites.sites[name].kernel.install(slot, None)
+        heapq.heappush(self._free_slots, slot)
+        self._loader.free(adapter)
 
 
 def _set(batch: AdapterBatch, slots: Numbers, lens: Numbers) -> None:

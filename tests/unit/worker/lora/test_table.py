@@ -115,6 +115,23 @@ def test_loading_again_under_the_same_key_replaces(engine: LoRAWorker, adapters:
     assert len(table_of(engine)._installed) == 1
 
 
+def test_what_is_dropped_before_a_step_is_freed_at_once(engine: LoRAWorker, adapters: dict[str, Path]) -> None:
+    """An engine without requests may load and evict without end."""
+    requests = engine.load(adapters)
+    table = table_of(engine)
+    assert len(table._arrived) == 3
+    for i in (1, 2):
+        engine.worker.drop_adapter((i, 0))
+    assert list(table._arrived) == [(3, 0)]
+    table.begin_step()
+    assert list(table._installed) == [(3, 0)]
+    assert table.slot_of(new(requests["c"])) == 0
+    engine.worker.load_adapter(AdapterLoad(requests["c"], 0)).result(timeout=30)
+    engine.worker.drop_adapter((3, 0))  # both the one that is installed and the one that has arrived
+    table.begin_step()
+    assert not table._installed
+
+
 def test_prompts_are_scored_with_the_adapter(engine: LoRAWorker, adapters: dict[str, Path]) -> None:
     """Log-probabilities of a prompt in chunks and in company equal those of the prompt alone."""
     requests = engine.load(adapters)
