@@ -69,6 +69,8 @@ class RequestState:
     """Set for a streaming-input session; the other fields are the state of its present segment."""
     num_context_tokens: int = 0
     """Prompt tokens that earlier segments have brought."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty without one."""
 
     @classmethod
     def from_new_request(
@@ -107,6 +109,7 @@ class RequestState:
             external_req_id=request.external_req_id or request.request_id,
             is_pooling=request.pooling_params is not None,
             session=SessionState(request.arrival_time) if request.resumable else None,
+            adapter="" if request.lora_request is None else request.lora_request.lora_name,
         )
 
     def next_segment(self, tokenizer: Tokenizer | None, session: SessionState, stream_interval: int) -> RequestState:
@@ -248,7 +251,7 @@ class RequestState:
             outputs=outputs,
             finished=finished,
             metrics=self.stats,
-            lora_request=completion.lora_request,
+            lora_request=self.request.lora_request,
             num_cached_tokens=self.num_cached_tokens,
         )
 
