@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from enum import Enum
-from itertools import islice
+from itertools import islice, takewhile
 from queue import SimpleQueue
 
 from quire.engine.request import Request
@@ -232,12 +232,13 @@ class AdapterMemory:
 class AdapterPlaces:
     """Distinct adapters among the running requests, at most `max_loras`; None: unlimited.
 
-    The adapter that has waited longest gets the next free place. Once it has waited `MAX_WAIT_S`, no new request of an
+    Of those in memory, the adapter that has waited longest gets the next free place. Once it has waited `MAX_WAIT_S`, no new request of an
     adapter that has a place is admitted before it. Requests that have begun go before all others: each of them ends.
     """
 
-    def __init__(self, max_loras: int | None) -> None:
+    def __init__(self, max_loras: int | None, is_loaded: Callable[[AdapterKey], bool] = lambda key: True) -> None:
         self.max_loras = max_loras
+        self._is_loaded = is_loaded
         self._running: dict[AdapterKey, set[Request]] = {}
         self._waiting: dict[AdapterKey, float] = {}
         """Adapters that found no place, and since when they wait, the first one first."""
@@ -259,18 +260,15 @@ class AdapterPlaces:
         if has_begun:
             return key in self._running or num_free > 0
         if key in self._running:
-            return all(now - since < MAX_WAIT_S for since in self._waiting.values())
+            return all(now - self._waiting[other] < MAX_WAIT_S for other in self._before(None))
         if num_free > sum(1 for _ in self._before(key)):
             return True
         self._waiting.setdefault(key, now)
         return False
 
-    def _before(self, key: AdapterKey) -> Iterator[AdapterKey]:
-        """Yields the adapters that have waited longer."""
-        for other in self._waiting:
-            if other == key:
-                return
-            yield other
+    def _before(self, key: AdapterKey | None) -> Iterator[AdapterKey]:
+        """Yields the adapters in memory that have waited longer; None: that wait."""
+        return filter(self._is_loaded, takewhile(lambda other: other != key, self._waiting))
 
     def enter(self, key: AdapterKey, request: Request) -> None:
         """Counts a request that runs from now on."""
