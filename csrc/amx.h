@@ -29,6 +29,11 @@ static inline __attribute__((always_inline)) void load_tile_config(const TileCon
     _tile_loadconfig(&config);
     QK_TILE_BARRIER();
 }
+static inline __attribute__((always_inline)) void store_tile_config(TileConfig& config) {
+    QK_TILE_BARRIER();
+    _tile_storeconfig(&config);
+    QK_TILE_BARRIER();
+}
 static inline __attribute__((always_inline)) void release_tiles() { _tile_release(); }
 
 }  // namespace QK_ISA
@@ -91,6 +96,7 @@ struct SimulatedTiles {
 static thread_local SimulatedTiles simulated_tiles;
 
 static inline void load_tile_config(const TileConfig& config) { simulated_tiles.config = config; }
+static inline void store_tile_config(TileConfig& config) { config = simulated_tiles.config; }
 static inline void release_tiles() { simulated_tiles.config = TileConfig(); }
 
 }  // namespace QK_ISA

@@ -33,12 +33,14 @@ qk_context::qk_context(int num_threads, const qk::KernelTable& kernel_table)
 
 void* qk_context::shared_scratch(size_t bytes) { return shared_.get(bytes); }
 void* qk_context::inner_scratch(size_t bytes) { return inner_.get(bytes); }
+void* qk_context::low_rank_scratch(size_t bytes) { return low_rank_.get(bytes); }
 void* qk_context::thread_scratch(int thread, size_t bytes) { return of_thread_[size_t(thread)].get(bytes); }
 
 int32_t qk_abi_version(void) { return QK_ABI_VERSION; }
 
 int64_t qk_struct_size(int32_t n) {
-    constexpr int64_t sizes[] = {sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_batched_linear_args),
+    constexpr int64_t sizes[] = {sizeof(qk_pack_low_rank_args),
+                                 sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_batched_linear_args),
                                  sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_layer_norm_args), sizeof(qk_rotate_args),     sizeof(qk_activation_args),
                                  sizeof(qk_gather_args),     sizeof(qk_route_args),  sizeof(qk_experts_args),

@@ -18,6 +18,9 @@ struct GroupedLinearArgs {
     int64_t bias_stride;    // from a group's biases to the next one's
 };
 
+// Returns once *done is `count`, which other threads have it reach.
+void await_count(const int64_t* done, int64_t count);
+
 // The kernels of one instruction set.
 struct KernelTable {
     const char* name;
@@ -34,6 +37,7 @@ struct KernelTable {
     void (*sample)(qk_context&, const qk_sample_args&);
     void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);
+    void (*gather_low_rank)(qk_context&, const qk_gather_args&);
     int64_t (*multiply_bf16)(qk_context&, int64_t rounds);
     void (*grouped_quantized_linear)(qk_context&, const GroupedLinearArgs&);
 };
@@ -64,6 +68,7 @@ struct qk_context {
     // instruction set, and the linker would keep any one of the copies for all.
     void* shared_scratch(size_t bytes);              // of the calling thread, across the parts of one kernel
     void* inner_scratch(size_t bytes);               // the same for a kernel that may be a part of another
+    void* low_rank_scratch(size_t bytes);            // the same for adapters: what comes between A and B
     void* thread_scratch(int thread, size_t bytes);  // of each thread, within one piece of work
 
     // Runs `work(begin, end, thread)` over [0, items); see Pool::run.
@@ -78,6 +83,6 @@ struct qk_context {
     }
 
   private:
-    qk::Scratch shared_, inner_;
+    qk::Scratch shared_, inner_, low_rank_;
     std::vector<qk::Scratch> of_thread_;
 };

@@ -12,7 +12,7 @@
 
 #define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
     isa::batched_linear, isa::rms_norm, isa::layer_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
-        isa::logprobs, isa::read_memory
+        isa::logprobs, isa::read_memory, isa::gather_low_rank
 #define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::grouped_quantized_linear}
 
 #ifdef QK_X86
@@ -31,6 +31,7 @@
     void sample(qk_context& context, const qk_sample_args& args);           \
     void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \
+    void gather_low_rank(qk_context& context, const qk_gather_args& args);  \
     int64_t multiply_bf16(qk_context& context, int64_t rounds);             \
     void grouped_quantized_linear(qk_context& context, const qk::GroupedLinearArgs& args); \
     }

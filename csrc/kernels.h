@@ -19,6 +19,7 @@ void experts(qk_context& context, const qk_experts_args& args);
 void sample(qk_context& context, const qk_sample_args& args);
 void logprobs(qk_context& context, const qk_logprobs_args& args);
 void read_memory(qk_context& context, const void* memory, int64_t bytes);
+void gather_low_rank(qk_context& context, const qk_gather_args& args);
 void grouped_quantized_linear(qk_context& context, const qk::GroupedLinearArgs& args);
 int64_t multiply_bf16(qk_context& context, int64_t rounds);  // floating-point operations done
 

@@ -35,4 +35,12 @@ struct PackedShape {
     }
 };
 
+// What a block of 16 outputs takes of an adapter (qk_low_rank): `lines` of 64 bytes, as many h as inputs in a row of weights each. They are
+// a whole number of tiles of at most TILE_ROWS lines, all of one size.
+struct LowRankRange {
+    int32_t first, lines, place;
+
+    __attribute__((always_inline)) int64_t tiles() const { return ceil_div(lines, TILE_ROWS); }
+};
+
 }  // namespace qk

@@ -137,6 +137,13 @@ void linear(qk_context& context, const qk_linear_args& args) {
         linear_with<VectorProduct<FloatDot>>(context, args);
 }
 
+void gather_low_rank(qk_context& context, const qk_gather_args& args) {
+    if (args.dtype == QK_BFLOAT16)
+        gather_low_rank_with<Bf16Blocks>(context, args);
+    else
+        gather_low_rank_with<FloatBlocks>(context, args);
+}
+
 void grouped_linear(qk_context& context, const qk::GroupedLinearArgs& args) {
     if (args.linear.dtype == QK_BFLOAT16)
         grouped_linear_with<VectorProduct<Bf16Dot>>(context, args);

@@ -7,6 +7,7 @@
 
 #include "context.h"
 #include "layout.h"
+#include "lora.h"
 #include "vec_math.h"
 
 namespace QK_ISA {
@@ -135,7 +136,9 @@ void linear_with(qk_context& context, const qk_linear_args& a) {
     if (a.m == 0) return;
     const int64_t chunks = qk::ceil_div(a.m, MAX_CHUNK_ROWS), chunk_rows = qk::ceil_div(a.m, chunks);
     const int64_t tiles = shape.tiles(), panel_bytes = shape.panel_bytes();
+    Adapters adapters(context, a);
     auto work = [&](int64_t begin, int64_t end, int thread) {
+        adapters.shrink();
         float* sums = (float*)context.thread_scratch(thread, size_t(chunk_rows * PANEL) * sizeof(float));
         Product product;
         for (int64_t item = begin; item < end; ++item) {
@@ -143,6 +146,7 @@ void linear_with(qk_context& context, const qk_linear_args& a) {
             const int64_t to = from + chunk_rows < a.m ? from + chunk_rows : a.m;
             if (from >= to) continue;
             product.multiply(x + from * stride, stride, to - from, (const char*)a.packed + panel * panel_bytes, tiles, sums);
+            adapters.expand(panel, from, to, sums);
             finish_rows(a, panel, from, to, sums);
         }
     };

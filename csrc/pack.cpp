@@ -101,4 +101,5 @@ void qk_gather(qk_context* context, const qk_gather_args* args) {
         }
     };
     context->parallel(a.rows, 8, work);
+    if (a.adapters && a.adapters->batch->segments) context->kernels.gather_low_rank(*context, a);
 }

@@ -93,7 +93,9 @@ void int8_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
     const qk_linear_args& a = g.linear;
     const QuantizedShape shape{a.n, a.k, g.quantization->form, a.gated};
     const Int8Inputs<Dot> x = quantize_inputs<Dot>(context, a, shape);
+    Adapters adapters(context, a);
     auto work = [&](int64_t begin, int64_t end, int thread) {
+        adapters.shrink();
         GroupedPieces pieces{g, shape.panels()};
         Product product;
         for (int64_t piece = begin; piece < end; ++piece) {
@@ -104,6 +106,7 @@ void int8_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
             product.multiply(x.values + p.from * x.stride, x.stride, rows, (const char*)a.packed + panel * shape.panel_bytes(),
                              shape.steps(), sums);
             scale_sums<Dot>(*g.quantization, panel * PANEL, x.scales + p.from, rows, sums);
+            adapters.expand(p.panel, p.from, p.to, (float*)sums);
             finish_rows(layer_of(g, p.group), p.panel, p.from, p.to, (const float*)sums);
         }
     };
@@ -198,7 +201,9 @@ void weights_only_linear_with(qk_context& context, const qk::GroupedLinearArgs& 
     const int64_t steps = shape.steps(), groups = q.exponents ? 1 : qk::ceil_div(a.k, q.group_size);
     const int64_t group_steps = groups == 1 ? steps : q.group_size / STEP_INPUTS;
     const GroupedInputs<E> x = group_inputs<E>(context, a, q, steps, groups);
+    Adapters adapters(context, a);
     auto work = [&](int64_t begin, int64_t end, int thread) {
+        adapters.shrink();
         GroupedPieces pieces{g, shape.panels()};
         Product product(q.form);
         for (int64_t piece = begin; piece < end; ++piece) {
@@ -214,6 +219,7 @@ void weights_only_linear_with(qk_context& context, const qk::GroupedLinearArgs& 
             const PanelValues values{(const char*)a.packed + panel * shape.panel_bytes(),
                                      q.exponents ? q.exponents + panel * steps * PANEL : nullptr};
             product.multiply(x.values + p.from * x.stride, x.stride, rows, values, steps, group_steps, scales, scratch, sums, totals);
+            adapters.expand(p.panel, p.from, p.to, totals);
             finish_rows(layer_of(g, p.group), p.panel, p.from, p.to, totals);
         }
     };

@@ -118,6 +118,18 @@ API_KEY = EnvVar(
     "A key that clients of `quire serve` must show, beside those of --api-key; commands with --url show it.",
     "VLLM_API_KEY",
 )
+ALLOW_RUNTIME_LORA_UPDATING = EnvVar(
+    "QUIRE_ALLOW_RUNTIME_LORA_UPDATING",
+    "0",
+    "1 has /v1/load_lora_adapter and /v1/unload_lora_adapter on the public port, too, for adapters in a --lora-dir.",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+)
+LORA_RESOLVER_CACHE_DIR = EnvVar(
+    "QUIRE_LORA_RESOLVER_CACHE_DIR",
+    "",
+    "A directory of adapters, as another --lora-dir, where adapters are enabled.",
+    "VLLM_LORA_RESOLVER_CACHE_DIR",
+)
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",
     "",

@@ -6,6 +6,7 @@
     ├── ClientError                 the caller's fault: HTTP 4xx; `param` names the field
     │   ├── ValidationError         400  a value is out of its declared bound (also a ValueError)
     │   │   └── PromptTooLongError  400  prompt + output cannot fit the model's context
+    │   ├── AdapterError            400  an adapter's files are faulty, or do not fit the model
     │   ├── NotFoundError           404  no such model, adapter or request
     │   ├── OverloadedError         503  a declared limit of the server is reached; nothing was started
     │   │   └── QuotaExceededError  429  the limit is the client's own
@@ -52,6 +53,13 @@ class ValidationError(ClientError, ValueError):
 
 class PromptTooLongError(ValidationError):
     """The prompt leaves no room for a single output token in the model's context."""
+
+
+class AdapterError(ClientError):
+    """An adapter cannot be loaded. The message names the file and the tensor or field."""
+
+    def __init__(self, message: str, *, param: str | None = "lora_path", value: Any = None) -> None:
+        super().__init__(message, param=param, value=value)
 
 
 class NotFoundError(ClientError):

@@ -20,6 +20,9 @@ EMPTY = {
     "quire_engine/Tokens accepted per draft/A": "the server does not speculate",
     "quire_engine/Accepted, by position/A": "the server does not speculate",
     "quire_engine/Requests by LoRA adapter/A": "the server has no adapters",
+    "quire_engine/Tokens by LoRA adapter/A": "the server has no adapters",
+    "quire_engine/Loads of LoRA adapters/A": "the server has no adapters",
+    "quire_engine/Loads of LoRA adapters/B": "the server has no adapters",
 }
 """Panels that show nothing here, and why."""
 

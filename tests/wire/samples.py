@@ -43,9 +43,11 @@ from quire.wire.kv_cache import (
     LatentSpec,
     SlidingWindowSpec,
 )
+from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
 from quire.wire.stats import (
+    AdapterStats,
     BaseCacheStats,
     BlockMap,
     EngineSnapshot,
@@ -59,7 +61,9 @@ from quire.wire.stats import (
 )
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 
-LORA = LoRARequest("adapter", 3, "adapters/three")
+LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
+ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16)
+ADAPTER_STATS = AdapterStats({"loaded": 2}, [0.25], [0.5], 1, 1 << 20, {"ready": 1})
 REPETITION = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=2, min_count=3)
 STRUCTURED = StructuredOutputsParams(
     regex="[ab]",
@@ -136,7 +140,7 @@ STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
 SCHEDULER_STATS = SchedulerStats(
-    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8
+    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS
 )
 EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
 OUTPUT = EngineCoreOutput(
@@ -157,11 +161,14 @@ OUTPUT = EngineCoreOutput(
     error_message="it failed",
     error_type="ValidationError",
     spec_decode_metrics=SPEC_METRICS,
+    adapter=ADAPTER,
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
-NEW_REQUEST = NewRequestData("r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True])
+NEW_REQUEST = NewRequestData(
+    "r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True], 2
+)
 CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
 BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
@@ -197,7 +204,12 @@ FULL: dict[str, Any] = {
         reasoning_ended=True,
         reasoning_parser_kwargs={"a": 1},
         prediction_token_ids=[7, 8],
+        adapter=ADAPTER,
     ),
+    "AdapterInfo": ADAPTER,
+    "AdapterLoad": AdapterLoad(LORA, 2, "d1g357"),
+    "RegisteredAdapter": RegisteredAdapter(LORA, 2, "d1g357", True),
+    "AdapterStats": ADAPTER_STATS,
     "EngineCoreEvent": EVENT,
     "EngineCoreOutput": OUTPUT,
     "UtilityOutput": UtilityOutput(-5, "no", {"result": [1, 2.5, "x", None, True]}, "ServerError"),

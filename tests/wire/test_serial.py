@@ -66,6 +66,12 @@ PARAMS = st.builds(
     logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=4),
     extra_args=st.none() | st.dictionaries(TEXT, PLAIN, max_size=3),
 )
+LORAS = st.builds(
+    LoRARequest,
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=20),
+    st.integers(1, 2**63 - 1),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+)
 REQUESTS = st.builds(
     EngineCoreRequest,
     request_id=TEXT,
@@ -73,7 +79,7 @@ REQUESTS = st.builds(
     sampling_params=st.none() | PARAMS,
     pooling_params=st.none(),
     arrival_time=SECONDS,
-    lora_request=st.none() | st.builds(LoRARequest, TEXT, COUNT, TEXT),
+    lora_request=st.none() | LORAS,
     cache_salt=st.none() | TEXT,
     prompt_embeds=st.none() | ARRAYS,
     priority=st.integers(-(2**63), 2**63 - 1),

@@ -340,6 +340,20 @@ ENGINE = Dashboard(
                     (Query(total("quire_lora_requests", "adapter, state"), "{{adapter}} {{state}}"),),
                 ),
                 Panel(
+                    "Tokens by LoRA adapter",
+                    "short",
+                    (Query(rate("quire_lora_generation_tokens_total", "adapter"), "{{adapter}}"),),
+                    description="Generated tokens per second; the empty name is the model itself. The sum is that of all.",
+                ),
+                Panel(
+                    "Loads of LoRA adapters",
+                    "ops",
+                    (
+                        Query(rate("quire_lora_loads_total", "outcome"), "{{outcome}}"),
+                        Query(rate("quire_lora_evictions_total"), "evicted"),
+                    ),
+                ),
+                Panel(
                     "Sleep state", "short", (Query(total("vllm:engine_sleep_state", "sleep_state"), "{{sleep_state}}"),)
                 ),
                 Panel(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from quire.cli.batch_files import STANDARD, InputRow, ResultFile, open_input, read_rows
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.generation import make_engine
-from quire.cli.option_groups import engine_args, engine_options, flag_option
+from quire.cli.option_groups import engine_args, engine_options, flag_option, lora_option
 from quire.config.flags import flags_of
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ServerError, ValidationError
@@ -45,6 +45,7 @@ def command_line() -> CommandLine:
             help="The results; those that it already holds are kept. - is stdout.",
             metavar="FILE.jsonl",
         ),
+        lora_option("A LoRA adapter that rows may name as their model. May be repeated.", is_repeatable=True),
     ]
     return CommandLine(
         "quire batch",
@@ -107,7 +108,8 @@ def _unfinished(source: Path, results: ResultFile) -> Iterator[InputRow]:
 
 
 def _run_rows(args: Arguments, source: Path, results: ResultFile, num_rows: int) -> None:
-    flags = engine_args(args, disable_log_stats=True, slow_client_timeout_s=0.0)
+    adapters = tuple(args["lora"] or ())
+    flags = engine_args(args, disable_log_stats=True, slow_client_timeout_s=0.0, enable_lora=bool(adapters))
     for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_num_reserved_tokens"):
         setattr(flags, name, None)  # rows wait here
     config = flags.create_engine_config()
@@ -115,7 +117,7 @@ def _run_rows(args: Arguments, source: Path, results: ResultFile, num_rows: int)
     window = min(num_rows, 2 * (config.scheduler_config.max_num_seqs or 1))
     engine = make_engine(flags, ASYNC_LLM)
     try:
-        server = resolve(ROW_SERVER)(engine, **args.given_among(_SERVER_FLAGS))
+        server = resolve(ROW_SERVER)(engine, lora_modules=adapters, **args.given_among(_SERVER_FLAGS))
         with tqdm(total=num_rows, desc="batch", unit="req", disable=None) as bar:
 
             def write(key: str, row: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.endpoint import DEFAULT_SEED, Endpoint
 from quire.frontend.http.errors import error_body
 from quire.frontend.http.state import ServerState
-from quire.frontend.openai.app import add_parts, build_app
+from quire.frontend.openai.app import add_parts, build_app, load_adapters
 
 IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields of OpenAI's without an effect on an answer, which not every body declares."""
@@ -43,7 +43,7 @@ class RowServer:
         model = engine.model_config
         state = add_parts(ServerState(engine, ServerConfig(**UNLIMITED, **settings)))
         state.model_names = tuple(dict.fromkeys([*model.names, model.model]))
-        self._engine, self._seed = engine, model.seed
+        self._engine, self._seed, self._state = engine, model.seed, state
         self._app = build_app(state)
         self._routes = {
             endpoint.path: (endpoint, frozenset(endpoint.body.kind.__struct_encode_fields__))
@@ -55,7 +55,8 @@ class RowServer:
 
     async def run(self, rows: Iterator[InputRow], window: int, write: Callable[[str, dict[str, Any]], None]) -> None:
         """Answers all rows, `window` at a time, and calls `write` with the key of each and its result. Raises
-        EngineDeadError once the engine is gone for good."""
+        EngineDeadError once the engine is gone for good, and the error of an adapter that cannot be served."""
+        await load_adapters(self._state)
 
         death: EngineDeadError | None = None
 

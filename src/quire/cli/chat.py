@@ -18,7 +18,9 @@ from quire.cli.option_groups import (
     SAMPLING_HELP,
     engine_args,
     engine_options,
+    lora_option,
     read_assignment,
+    read_lora,
     remote_options,
     sampling_options,
     validate_remote,
@@ -26,6 +28,7 @@ from quire.cli.option_groups import (
 from quire.cli.remote.models import REMOTE_SERVER, RemoteChatModel
 from quire.cli.terminal import Style, write_file
 from quire.errors import ClientError, ConfigError, GenerationError, nearest
+from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 
 
@@ -144,7 +147,10 @@ _FENCE = '"""'
 
 
 def command_line() -> CommandLine:
-    own = [Option(name="system", help="The system prompt.")]
+    own = [
+        Option(name="system", help="The system prompt."),
+        lora_option("A LoRA adapter that the answers are made with; its directory, or a name and it."),
+    ]
     sampling = [option for option in sampling_options() if option.name not in ("n", "logprobs")]
     return CommandLine(
         "quire chat",
@@ -156,23 +162,26 @@ def command_line() -> CommandLine:
 
 def run(args: Arguments) -> int:
     """Chats until the input ends."""
+    lora = read_lora(args)
     if args["url"] is not None:
         validate_remote(args)
         with resolve(REMOTE_SERVER).of(args) as server:
             card = server.find_model(args["model_name"] or args.given.get("model"))
             return _chat(args, RemoteChatModel(server, card), f" at {server.address}")
-    return _chat(args, _load_model(args))
+    return _chat(args, _load_model(args, lora))
 
 
-def _load_model(args: Arguments) -> EngineChatModel:
+def _load_model(args: Arguments, lora: LoRARequest | None) -> EngineChatModel:
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
-    flags = engine_args(args, disable_log_stats=True, **named)
+    flags = engine_args(args, disable_log_stats=True, enable_lora=lora is not None, **named)
     model = flags.create_engine_config().model_config
     engine = make_engine(flags)
     tokenizer = engine.get_tokenizer()
     if not tokenizer.chat_templates:
         raise ConfigError(f"{model.name} has no chat template; pass --chat-template FILE, or use quire complete")
-    return EngineChatModel(engine, tokenizer, engine.input_processor.max_model_len, model.sampling_defaults, model.name)
+    name = model.name if lora is None else f"{model.name} with {lora.lora_name}"
+    max_model_len = engine.input_processor.max_model_len
+    return EngineChatModel(engine, tokenizer, max_model_len, model.sampling_defaults, name, lora)
 
 
 def _chat(args: Arguments, model: ChatModel, where: str = "") -> int:

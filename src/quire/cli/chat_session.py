@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from quire.cli.generation import Engine, RequestTiming
 from quire.cli.option_groups import make_sampling_params
 from quire.errors import GenerationError, PromptTooLongError, ValidationError
+from quire.lora_request import LoRARequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 Message = dict[str, str]
@@ -208,8 +209,10 @@ class EngineChatModel:
         max_model_len: int,
         model_defaults: Mapping[str, Any],
         name: str = "model",
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.name = name
+        self._options = {} if lora_request is None else {"lora_request": lora_request}
         self.max_model_len: int | None = max_model_len
         self._engine = engine
         self._tokenizer = tokenizer
@@ -228,7 +231,9 @@ class EngineChatModel:
     ) -> Generator[AnswerPiece, None, None]:
         request_id = f"chat-{self._num_requests}"
         self._num_requests += 1
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt.content}, self._sampling_params(params))
+        self._engine.add_request(
+            request_id, {"prompt_token_ids": prompt.content}, self._sampling_params(params), **self._options
+        )
         has_ended = False
         try:
             while self._engine.has_unfinished_requests():

@@ -15,9 +15,11 @@ from quire.cli.option_groups import (
     engine_args,
     engine_options,
     form_options,
+    lora_option,
     make_form,
     make_sampling_params,
     name_form_flags,
+    read_lora,
     remote_options,
     sampling_options,
     validate_remote,
@@ -38,6 +40,7 @@ def command_line() -> CommandLine:
         Option(name="json", help="Print one JSON object per prompt, when it is done.", is_switch=True, default=False),
         Option(name="echo", help="Print the prompt before its continuation.", is_switch=True, default=False),
         Option(name="stats", help="Print counts and times on stderr.", is_switch=True, default=False),
+        lora_option("A LoRA adapter that the answers are made with; its directory, or a name and it."),
     ]
     return CommandLine(
         "quire complete",
@@ -54,13 +57,13 @@ def command_line() -> CommandLine:
 
 
 def run(args: Arguments) -> int:
-    prompts = _read_prompts(args["prompt"])
+    prompts, lora = _read_prompts(args["prompt"]), read_lora(args)
     if args["url"] is not None:
         return _run_on_server(args, prompts)
-    flags = engine_args(args, disable_log_stats=True)
+    flags = engine_args(args, disable_log_stats=True, enable_lora=lora is not None)
     params = _sampling_params(args, flags.create_engine_config().model_config.sampling_defaults)
     engine = make_engine(flags)
-    timings = _add_requests(engine, prompts, params)
+    timings = _add_requests(engine, prompts, params, {} if lora is None else {"lora_request": lora})
     return _print(args, prompts, params.n, timings, _outputs(engine, timings))
 
 
@@ -127,11 +130,13 @@ def _read_stdin() -> str:
         raise ConfigError(f"stdin is not UTF-8 text: {e}") from None
 
 
-def _add_requests(engine: Engine, prompts: list[str], params: SamplingParams) -> list[RequestTiming]:
+def _add_requests(
+    engine: Engine, prompts: list[str], params: SamplingParams, options: Mapping[str, Any]
+) -> list[RequestTiming]:
     timings = []
     for i, prompt in enumerate(prompts):
         timings.append(RequestTiming(added_s=time.perf_counter()))
-        engine.add_request(str(i), prompt, params)
+        engine.add_request(str(i), prompt, params, **options)
     return timings
 
 

@@ -8,6 +8,7 @@ The KV cache is sized by the functions of the engine; the free memory it starts 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -17,19 +18,21 @@ from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.machine import read_speed
 from quire.cli.option_groups import engine_options
 from quire.cli.terminal import human_bytes, human_count
+from quire.config.adapter import CONFIG_FILE, AdapterIndex
 from quire.config.attention_layout import CachedLayer, attention_windows, cached_layers
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.engine import EngineConfig
 from quire.config.engine_args import FLAGS, EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.config.hub import Download, is_hub_id, make_outline, plan_download
+from quire.config.lora import LoRAConfig
 from quire.config.model import DEMO_MODEL, DRAFT_MODEL, ModelConfig, resolve_dtype_name
 from quire.config.model_impl import TRANSFORMERS
 from quire.config.quantization import quantization_method, read_stored_scheme, weight_memory
 from quire.config.tensor_names import TRANSPOSED, names_of, renamed
 from quire.config.tokenizer_json import read_tokenizer_json
 from quire.engine.kv_cache.sizing import make_kv_cache_configs, max_concurrency
-from quire.errors import ConfigError
+from quire.errors import ClientError, ConfigError
 from quire.wire.kv_cache import (
     DTYPE_BYTES,
     AnyKVCacheSpec,
@@ -61,7 +64,11 @@ def run(args: Arguments) -> int:
     """Prints the report. Returns 2 if the model could not be served as asked."""
     named = {"model": args["model_name"]} if args["model_name"] is not None else {}
     flags = {**named, **args.given_among(FLAGS)}
-    plan = _plan(EngineArgs(**flags))
+    engine_flags = EngineArgs(**flags)
+    directory = Path(engine_flags.model).expanduser()
+    if (directory / CONFIG_FILE).exists() and not (directory / "config.json").exists():
+        return _print(args, describe_adapter(directory, LoRAConfig(**engine_flags.section(LoRAConfig))))
+    plan = _plan(engine_flags)
     if plan is None or not plan.missing:
         report = make_report(EngineArgs(**flags).create_engine_config())
     else:
@@ -70,8 +77,33 @@ def run(args: Arguments) -> int:
             folder = make_outline(plan, flags.get("hf_token"), Path(scratch))
             flags = {"served_model_name": plan.model, **flags, "model": str(folder)}
             report = make_report(EngineArgs(**flags).create_engine_config(), plan)
+    return _print(args, report)
+
+
+def _print(args: Arguments, report: Facts) -> int:
     print(json.dumps(report, indent=2) if args["json"] else format_report(report))
     return EXIT_PROBLEM if report["problems"] else 0
+
+
+def describe_adapter(directory: Path, limits: LoRAConfig) -> Facts:
+    """Returns the report on a LoRA adapter. It is not compared with a model: only the server of one can."""
+    facts: Facts = {"directory": str(directory.resolve())}
+    try:
+        index = AdapterIndex.read(directory, limits)
+    except ClientError as e:
+        return {"adapter": facts, "problems": [str(e)]}
+    modules = sorted({factors.module.rpartition(".")[2] for factors in index.factors})
+    facts |= {
+        "of_model": index.config.base_model,
+        "rank": index.rank,
+        "modules": ", ".join(modules),
+        "matrices": len(index.factors),
+        "parameters": sum(math.prod(t.shape) for f in index.factors for t in (f.a, f.b)),
+        "stored_bytes": sum(t.nbytes for f in index.factors for t in (f.a, f.b)),
+        "memory_bytes": index.estimated_bytes(DTYPE_BYTES["bfloat16"]),
+        "notes": "; ".join(index.notes) or None,
+    }
+    return {"adapter": facts, "problems": []}
 
 
 def _plan(flags: EngineArgs) -> Download | None:

@@ -16,6 +16,7 @@ from quire.config.flags import FlagSpec, parse_json_object
 from quire.config.vllm_flags import VllmFlag, vllm_flags
 from quire.errors import ConfigError
 from quire.field_bounds import FieldBound
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SAMPLING_FIELDS, SamplingParams
 from quire.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 
@@ -49,6 +50,22 @@ def flag_option(spec: FlagSpec) -> Option:
         alias=spec.alias,
         short=spec.short,
     )
+
+
+def lora_option(help_text: str, *, is_repeatable: bool = False) -> Option:
+    """Returns --lora."""
+    return Option(name="lora", help=help_text, group="LoRAConfig", metavar="NAME=PATH", is_repeatable=is_repeatable)
+
+
+def read_lora(args: Arguments) -> LoRARequest | None:
+    """Returns the adapter of --lora: a path, or a name and a path. Raises ConfigError beside --url."""
+    text = args["lora"]
+    if text is None:
+        return None
+    if args["url"] is not None:
+        raise ConfigError("--lora is an adapter of a model that runs here; with --url name it by --model")
+    name, equals, path = text.partition("=")
+    return LoRARequest(name, 1, path) if equals else LoRARequest(Path(text).name or text, 1, text)
 
 
 # -- vLLM's flags, so that a start script needs only another program name ----------------------------------------------

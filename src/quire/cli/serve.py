@@ -18,6 +18,7 @@ from quire.cli.command_line import Arguments, CommandLine, ForeignFlags, Positio
 from quire.cli.option_groups import engine_args, engine_options, flag_option, vllm_options
 from quire.config.engine import EngineConfig
 from quire.config.flags import flags_of
+from quire.config.lora import parse_lora_module
 from quire.config.server import ServerConfig, read_api_keys
 from quire.config.vllm_flags import settle_vllm_flags
 from quire.logger import init_logger, use_format
@@ -72,6 +73,10 @@ def run(args: Arguments) -> int:
         defaults["model"] = args["model_name"]
     if config.enable_admin:
         defaults["trace_events"] = TRACE_EVENTS
+    if config.lora_modules:
+        for module in config.lora_modules:
+            parse_lora_module(module)  # an item that is none is reported before anything is loaded
+        defaults["enable_lora"] = True
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
     listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
     on_ready = partial(_log_ready, config, engine_config.model_config.names[0], listeners, start)
@@ -158,6 +163,7 @@ async def serve_until_signal(
     state: Any, listeners: Any, shutdown_timeout_s: float, on_ready: Callable[[], None]
 ) -> None:
     """Runs the server. `on_ready` is called when it is ready."""
+    await resolve("quire.frontend.openai.app:load_adapters")(state)
     run_server = resolve("quire.frontend.http.server:serve")
     build_app = resolve("quire.frontend.openai.app:build_app")
     await run_server(state, build_app, listeners, shutdown_timeout_s=shutdown_timeout_s, on_ready=on_ready)

@@ -15,10 +15,11 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quire.errors import ModelLoadError
 
@@ -111,6 +112,8 @@ def _allowed_roots(directory: Path) -> list[Path]:
 MAX_HEADER_BYTES = 100_000_000
 """Size limit that the format defines."""
 
+MAX_DIMENSIONS, MAX_FILE_BYTES = 16, 1 << 62
+"""Bounds of what headers say, so that computing with it takes no time."""
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -171,22 +174,28 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of one safetensors file, checked. Raises ModelLoadError naming the file and the tensor."""
     try:
         with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if file_bytes < 8 or header_bytes > file_bytes - 8:
-                raise ModelLoadError(
-                    f"{path} is truncated or not a safetensors file: its header needs {header_bytes} bytes and the "
-                    f"file has {file_bytes}; download it again"
-                )
-            if header_bytes > MAX_HEADER_BYTES:
-                raise ModelLoadError(f"{path} has a header of {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
-            header = _parse_object(path, file.read(header_bytes))
+            return parse_header(path, file)[0]
     except OSError as e:
         raise ModelLoadError(f"{path} cannot be read: {e.strerror}") from None
+
+
+def parse_header(path: Path, file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> tuple[dict[str, TensorInfo], int]:
+    """Returns the tensors of a safetensors file that was opened, checked, and the position of their data. Raises
+    ModelLoadError naming `path`, and the tensor, and OSError."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if file_bytes < 8 or header_bytes > file_bytes - 8:
+        raise ModelLoadError(
+            f"{path} is truncated or not a safetensors file: its header needs {header_bytes} bytes and the "
+            f"file has {file_bytes}; download it again"
+        )
+    if header_bytes > max_bytes:
+        raise ModelLoadError(f"{path} has a header of {header_bytes} bytes; the limit is {max_bytes}")
+    header = parse_object(path, file.read(header_bytes))
     header.pop("__metadata__", None)
     tensors = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
     _check_layout(path, tensors, file_bytes - 8 - header_bytes)
-    return tensors
+    return tensors, 8 + header_bytes
 
 
 def write_outline(directory: Path, name: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
@@ -199,15 +208,14 @@ def write_outline(directory: Path, name: str, tensors: Mapping[str, Mapping[str,
         file.truncate(file.tell() + max((entry["data_offsets"][1] for entry in tensors.values()), default=0))
 
 
-def _parse_object(path: Path, text: bytes) -> dict[str, Any]:
+def parse_object(path: Path, text: bytes) -> dict[str, Any]:
     """Parses JSON text to an object without duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ModelLoadError(f"{path} lists {twice!r} twice")
+            counts = Counter(name for name, _ in pairs)
+            raise ModelLoadError(f"{path} lists {counts.most_common(1)[0][0]!r} twice")
         return result
 
     try:
@@ -226,10 +234,12 @@ def _parse_entry(path: Path, name: str, entry: Any) -> TensorInfo:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelLoadError(f"{path}: tensor {name} has no dtype, shape and data_offsets") from None
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ModelLoadError(f"{path}: tensor {name} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in [*shape, begin, end]):
-        raise ModelLoadError(f"{path}: tensor {name} has shape {shape!r} at {begin!r}..{end!r}; they must be sizes")
+    is_list = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+    if not is_list or not all(type(n) is int and 0 <= n < MAX_FILE_BYTES for n in [*shape, begin, end]):
+        shown = f"{shape!r} at {begin!r}..{end!r}"[:100]
+        raise ModelLoadError(f"{path}: tensor {name} has shape {shown}; they must be sizes")
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != nbytes:
         raise ModelLoadError(
@@ -260,7 +270,7 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, TensorInfo]:
     """Reads all shards that the index names; every tensor must be where the index says, and nowhere else."""
     if index.stat().st_size > MAX_HEADER_BYTES:
         raise ModelLoadError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_HEADER_BYTES}")
-    weight_map = _parse_object(index, index.read_bytes()).get("weight_map")
+    weight_map = parse_object(index, index.read_bytes()).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelLoadError(f"{index} has no weight_map from tensor names to file names")
     tensors: dict[str, TensorInfo] = {}

@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass, field
 
 from quire.config.flags import flag, parse_human_int
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.model_impl import TRANSFORMERS
 from quire.config.observability import ObservabilityConfig
@@ -247,3 +248,4 @@ class EngineConfig:
     structured_outputs_config: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     frontend_config: FrontendConfig = field(default_factory=FrontendConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora_config: LoRAConfig = field(default_factory=LoRAConfig)

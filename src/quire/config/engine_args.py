@@ -13,7 +13,7 @@ from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, resolve_model_dir
-from quire.config.model_impl import ModelImpl, choose_model_impl
+from quire.config.model_impl import TRANSFORMERS, ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
 from quire.config.speculative import SpeculativeConfig, resolve_drafting
 from quire.config.speculators import find_verifier
@@ -120,7 +120,12 @@ class EngineArgs:
                 sections[name] = dataclasses.replace(sections[name], **{off: False})
         scheduler = _fill_budgets(sections["scheduler_config"], model.model_len, usage_context)
         speculative = self._resolve_speculation(sections["speculative_config"], model)
-        resolved = {"model_config": model, "scheduler_config": scheduler, "speculative_config": speculative}
+        resolved = {
+            "model_config": model,
+            "scheduler_config": scheduler,
+            "speculative_config": speculative,
+            "lora_config": sections["lora_config"].settle(),
+        }
         config = EngineConfig(**{**sections, **resolved})
         _check_combination(config)
         return config
@@ -221,6 +226,11 @@ def _fill_budgets(scheduler: SchedulerConfig, model_len: int, usage_context: str
 
 def _check_combination(config: EngineConfig) -> None:
     scheduler, model, cache_dtype = config.scheduler_config, config.model_config, config.cache_config.cache_dtype
+    if config.lora_config.enable_lora and model.implementation.name == TRANSFORMERS:
+        raise ConfigError(
+            f"--enable-lora: {model.hf_config.architecture} is run by the code of transformers (docs/fallback.md), "
+            "where adapters are not supported; merge the adapter into the model's weights and serve those"
+        )
     if cache_dtype in FP8_CACHE_DTYPES:
         raise ConfigError(
             f"--kv-cache-dtype {cache_dtype}: keys and values of 8 bits are not implemented; bfloat16 (or auto, with a "

@@ -116,9 +116,11 @@ class FlagSpec:
                 raise TypeError
             return value
         if self.takes_many and isinstance(value, list | tuple):
-            return [str(item) for item in value]
+            items = [str(item) for item in value]
+            return tuple(items) if self.is_list else items
         if isinstance(value, str):
-            return self.parse(value)
+            parsed = self.parse(value)
+            return (parsed,) if self.is_list and isinstance(parsed, str) else parsed
         if self.parse is str:
             if str(value).startswith("torch."):  # a type: dtype=torch.bfloat16
                 return str(value).removeprefix("torch.")

@@ -83,6 +83,13 @@ class ServerConfig:
         minimum=0,
         maximum=65535,
     )
+    lora_modules: tuple[str, ...] = flag(
+        (),
+        "A LoRA adapter to load and serve under a name: NAME=PATH, or a JSON object (docs/lora.md). Implies "
+        "--enable-lora.",
+        takes_many=True,
+        metavar="NAME=PATH",
+    )
     enable_scale_out: bool = flag(
         False, "Answer at the render routes: the token ids and sampling parameters of a request, nothing generated."
     )

@@ -22,9 +22,10 @@ from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.engine.lifecycle import Lifecycle
+from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.interface import ObservedScheduler, SchedulerInterface, StructuredOutputManager
+from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, SchedulerInterface, StructuredOutputManager
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
 from quire.errors import ServerError, ValidationError
@@ -77,10 +78,12 @@ class EngineCore:
         executor_fail_callback: Callable[[], None] | None = None,
         include_finished_set: bool = False,
         heartbeat: HeartbeatWriter | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`wake` is called on any thread when a grammar is compiled or an adapter loaded: call `take_news` then."""
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
         self.heartbeat = heartbeat if heartbeat is not None else HeartbeatWriter()
-        self.structured_output_manager = make_structured_output_manager(config)
+        self.structured_output_manager = make_structured_output_manager(config, wake)
         self.structured_output_manager.preload()
         self.executor = executor_class(config)
         if executor_fail_callback is not None:
@@ -89,8 +92,10 @@ class EngineCore:
         cache_config = config.cache_config
         observers, self._traces = make_observers(config, sizes)
         grammars: StructuredOutputManager | None = self.structured_output_manager
+        self.adapters = AdapterManager(config.lora_config, self.executor, sizes.adapter_bytes, wake=wake)
+        adapters: AdmissionGate = self.adapters
         for observer in observers:
-            grammars = observer.watch_grammars(grammars)
+            grammars, adapters = observer.watch_grammars(grammars), observer.watch_adapters(adapters)
         drafts = DraftFitter.from_config(config, sizes.max_model_len)
         self.scheduler: SchedulerInterface = resolve(config.scheduler_config.scheduler_cls)(
             sizes.config,
@@ -101,6 +106,7 @@ class EngineCore:
             include_finished_set=include_finished_set,
             kv_cache_metrics_sample=cache_config.kv_cache_metrics_sample if cache_config.kv_cache_metrics else None,
             structured_output_manager=grammars,
+            gates=(adapters,) if config.lora_config.enable_lora else (),
             drafts=drafts,
         )
         if observers:
@@ -122,12 +128,11 @@ class EngineCore:
         )
         self.aborts_queue: queue.Queue[str | list[str]] = queue.Queue()
         """Ids to abort even while a step is in flight; the only part another thread may touch."""
-        self._is_pooling_model = "generate" not in self.ready_response.supported_tasks
         self._log_iterations = config.observability_config.enable_logging_iteration_details
         self._num_iterations = 0
         self._undelivered: deque[StepResult] = deque()
         """Results of steps that `step_fn` has not returned yet."""
-        self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps)
+        self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps, self.adapters)
         gc.collect()
         gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
@@ -135,12 +140,18 @@ class EngineCore:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
-        """Prepares a request outside the loop's thread: hashes its blocks and starts to compile its grammar.
+        """Prepares a request outside the loop's thread: binds its adapter, hashes its blocks and starts to compile its
+        grammar.
 
-        Returns (request, wave). Raises ValidationError, which concerns this request only.
+        Returns (request, wave). Raises ClientError, which concerns this request only.
         """
-        core_request = Request(request, self.block_hasher)
-        self.structured_output_manager.grammar_init(core_request)
+        adapter = self.adapters.bind(request)
+        try:
+            core_request = Request(request, self.block_hasher, adapter)
+            self.structured_output_manager.grammar_init(core_request)
+        except BaseException:
+            self.adapters.unbind(adapter)
+            raise
         return core_request, request.current_wave
 
     def add_request(self, request: Request, wave: int = 0) -> None:
@@ -149,6 +160,13 @@ class EngineCore:
         Raises, with nothing changed: TypeError for an id that is no string; ValidationError for a task that the model
         does not have, an id in use, or a prompt that is too long.
         """
+        try:
+            self._queue_request(request)
+        except BaseException:
+            self.adapters.unbind(request.adapter)
+            raise
+
+    def _queue_request(self, request: Request) -> None:
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request.request_id).__name__}")
         pooling_params = request.origin.pooling_params
@@ -200,6 +218,15 @@ class EngineCore:
         """Returns whether a call of `step_fn` would do anything or return a result."""
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_requests()
 
+    def is_blocked(self) -> bool:
+        """Returns whether every request waits for a grammar or an adapter: nothing is to be done before `wake` is
+        called."""
+        return not (self._undelivered or self.batch_queue) and self.scheduler.is_blocked()
+
+    def take_news(self) -> None:
+        """Takes in adapters that have been loaded."""
+        self.adapters.take_results()
+
     def finish_steps(self) -> None:
         """Takes in the results of all steps in flight, and starts no other. The next calls of `step_fn` return them."""
         while self.batch_queue:
@@ -222,6 +249,7 @@ class EngineCore:
     def _schedule(self) -> SchedulerOutput:
         self.heartbeat.schedule()
         failpoint("core.step.schedule")
+        self.adapters.take_results()
         output = self.scheduler.schedule()
         self._announce(output)
         return output
@@ -294,7 +322,7 @@ class EngineCore:
             exec_future = self._execute_later(output)
             sample_future = None
             if output.total_num_scheduled_tokens and not (
-                self._is_pooling_model or output.pending_structured_output_tokens
+                "generate" not in self.ready_response.supported_tasks or output.pending_structured_output_tokens
             ):
                 sample_future = self._sample_later(output)
         return _QueuedStep(output, exec_future, sample_future)

@@ -8,7 +8,7 @@ pause    scheduling: of new requests (abort, wait) or of   nothing
 sleep 0  as pause                                          nothing
 sleep 1  as pause                                          the KV cache; weights leave an accelerator for main
                                                            memory (on a CPU they are there already, and stay)
-sleep 2  as pause                                          the KV cache and the weights
+sleep 2  as pause                                          the KV cache, the weights and the adapters
 ======== ================================================= =====================================================
 
 Requests that arrive meanwhile wait. Requests that were kept (mode "keep") go on afterwards: where their KV is gone or
@@ -27,6 +27,7 @@ from typing import Any, get_args
 import msgspec
 
 from quire.engine.executor.abstract import Executor
+from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import PauseState, SchedulerInterface
 from quire.errors import ClientError, ServerError, ValidationError, error_name, nearest
@@ -55,7 +56,9 @@ class Lifecycle:
         executor: Executor,
         has_work: Callable[[], bool],
         finish_steps: Callable[[], None],
+        adapters: AdapterManager,
     ) -> None:
+        self._adapters = adapters
         self._scheduler = scheduler
         self._executor = executor
         self._has_work = has_work
@@ -87,6 +90,7 @@ class Lifecycle:
         if self._released:
             raise ClientError(f"the engine is asleep ({self._missing()} given back); call wake_up() instead")
         self._is_asleep = False
+        self._adapters.wake_up()
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
         while self._idle_state_callbacks:
             error = ClientError("the engine was resumed before the pause was complete")
@@ -175,6 +179,8 @@ class Lifecycle:
             # marked first: if a worker fails half-way, waking up restores everything
             self._released |= {KV_CACHE, WEIGHTS}
         self._is_asleep = True
+        if level == 2:
+            self._adapters.sleep()
         if level:
             self._executor.collective_rpc("sleep", args=(level,))
         logger.info("asleep at level %d", level)

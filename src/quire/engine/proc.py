@@ -125,6 +125,7 @@ class EngineCoreProc(EngineCore):
             executor_fail_callback=partial(self.report_failure, "Executor failed."),
             include_finished_set=include_finished_set,
             heartbeat=heartbeat,
+            wake=self.wake,
         )
         self.lifecycle.can_wait = True
         self.heartbeat.calibrate(self.executor.execute_dummy_batch)
@@ -145,13 +146,15 @@ class EngineCoreProc(EngineCore):
 
     def _process_input_queue(self) -> None:
         """Waits for work, then takes in everything that is queued."""
-        while self.is_running and not self.has_work():
-            self.lifecycle.notify_idle()
+        while self.is_running and (not self.has_work() or self.is_blocked()):
+            if not self.has_work():
+                self.lifecycle.notify_idle()
             self._check_threads()
             self.heartbeat.idle()
             try:
                 item = self.input_queue.get(timeout=IDLE_STAMP_INTERVAL_S)
             except queue.Empty:
+                self.take_news()
                 continue
             self._handle_client_request(*item)
         while True:
@@ -187,6 +190,8 @@ class EngineCoreProc(EngineCore):
             case EngineCoreRequestType.WAKEUP:
                 if data is not None:
                     self._follow_link(data)
+                else:
+                    self.take_news()
             case EngineCoreRequestType.ADD:
                 self.heartbeat.input()
                 self._handle_add(data)
@@ -207,6 +212,7 @@ class EngineCoreProc(EngineCore):
             return
         request, wave = data
         if not self.is_running:
+            self.adapters.unbind(request.adapter)
             self._send_end(request.origin.client_index, [request.request_id], FinishReason.ABORT, SHUTTING_DOWN)
             return
         try:
@@ -236,6 +242,10 @@ class EngineCoreProc(EngineCore):
             send(UtilityOutput(call.call_id, failure_message="Server shutting down", error_type="EngineDeadError"))
             return
         answer_utility(self, call.call_id, call.method, call.args, send)
+
+    def wake(self) -> None:
+        """Ends the wait of the loop. Callable from any thread."""
+        self.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
     def report_failure(self, why: str) -> None:
         """Reports that the executor or a thread of the core is lost: the loop raises ServerError. Callable from any
@@ -280,7 +290,7 @@ class EngineCoreProc(EngineCore):
             self._ends_now = True
         if self.is_running:
             self.shutdown_state = EngineShutdownState.REQUESTED
-        self.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+        self.wake()
 
     def _handle_shutdown(self) -> bool:
         """Returns whether the loop continues."""

@@ -17,6 +17,7 @@ from quire.errors import QuireError, ValidationError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
+from quire.wire.lora import AdapterInfo, AdapterKey
 
 
 class RequestStatus(IntEnum):
@@ -50,9 +51,11 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 class RequestReport:
     """Counts of a request's admissions and preemptions; events, stop reason and error for its client."""
 
-    __slots__ = ("error", "events", "num_cached_tokens", "num_lost_tokens", "num_preemptions", "stop_reason")
+    __slots__ = ("adapter", "error", "events", "num_cached_tokens", "num_lost_tokens", "num_preemptions", "stop_reason")
 
     def __init__(self) -> None:
+        self.adapter: AdapterInfo | None = None
+        """The loaded revision that it uses; None before its first admission."""
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
         self.num_lost_tokens = 0
@@ -89,6 +92,7 @@ class Request:
 
     __slots__ = (
         "_block_hasher",
+        "adapter",
         "all_token_ids",
         "arrival_index",
         "block_hashes",
@@ -105,7 +109,12 @@ class Request:
         "unsent_token_ids",
     )
 
-    def __init__(self, origin: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> None:
+    def __init__(
+        self,
+        origin: EngineCoreRequest,
+        block_hasher: BlockHasher | None = None,
+        adapter: AdapterKey | None = None,
+    ) -> None:
         """`origin.output_token_ids` (a resumption) are its first outputs.
 
         Raises ValidationError if `origin` has no prompt tokens, or not exactly one kind of parameters.
@@ -147,8 +156,7 @@ class Request:
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`; empty where prefix caching is off."""
-        if block_hasher is not None:
-            self.block_hashes = block_hasher(self)
+        self.bind_adapter(adapter)
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -176,6 +184,13 @@ class Request:
                 self.block_hashes += hashes
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
+
+    def bind_adapter(self, adapter: AdapterKey | None) -> None:
+        """Uses this revision of its adapter from now on, of which nothing is computed yet."""
+        self.adapter = adapter
+        self.block_hashes = []
+        if self._block_hasher is not None:
+            self.block_hashes = self._block_hasher(self)
 
     def start(self, num_cached: int) -> int:
         """Runs from now on, with `num_cached` tokens computed. Returns how many more it had before its preemption."""
@@ -226,6 +241,11 @@ class Request:
     def lora_request(self) -> LoRARequest | None:
         """The adapter to apply."""
         return self.origin.lora_request
+
+    @property
+    def lora_revision(self) -> int:
+        """Revision of the adapter; 0 without one."""
+        return 0 if self.adapter is None else self.adapter[1]
 
     @property
     def cache_salt(self) -> str | None:

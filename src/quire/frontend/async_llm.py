@@ -400,19 +400,28 @@ class AsyncLLM:
             operations.set_sleep_level(1)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter. Raises ClientError: none can be served yet."""
-        return bool(await self.engine_core.call_utility_async("add_lora", lora_request))
+        """Loads an adapter; with `load_inplace` again, for requests that come from now on. Returns True.
+
+        Not needed before a request names the adapter. Raises ClientError for one that cannot be served.
+        """
+        adapters = self.pipeline.input_processor.adapters
+        checked = await asyncio.to_thread(adapters.check, lora_request)
+        await self.engine_core.call_utility_async("add_lora", checked)
+        return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unloads an adapter."""
+        """Unloads an adapter; requests under way end with it. Returns False for an unknown id."""
+        self.pipeline.input_processor.adapters.require_enabled("an adapter was to be removed")
         return bool(await self.engine_core.call_utility_async("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
-        """Returns the ids of the adapters that are loaded."""
+        """Returns the ids of the adapters in memory."""
+        self.pipeline.input_processor.adapters.require_enabled("adapters were to be listed")
         return set(await self.engine_core.call_utility_async("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter from being evicted."""
+        """Keeps an adapter from being evicted. Raises ClientError for one that is not in memory."""
+        self.pipeline.input_processor.adapters.require_enabled("an adapter was to be pinned")
         return bool(await self.engine_core.call_utility_async("pin_lora", lora_id))
 
     async def collective_rpc(

@@ -14,10 +14,12 @@ from typing import Any, cast
 
 from quire import envs
 from quire.config.hf_config import token_ids
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
+from quire.frontend.adapters import AdapterDoor
 from quire.frontend.embeds import Embeds, EmbedsReader
 from quire.frontend.new_request import MAX_CACHE_SALT_CHARS, NewRequest, ParsedPrompt
 from quire.frontend.session import validate_session_params
@@ -57,8 +59,11 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         supported_tasks: Sequence[str] = ("generate",),
+        adapters: AdapterDoor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.adapters = AdapterDoor(LoRAConfig()) if adapters is None else adapters
+        """Checks the adapters of requests."""
         self.max_model_len = max_model_len
         self._supported_tasks = tuple(supported_tasks)
         self._pooling = model_config.pooling
@@ -91,12 +96,7 @@ class InputProcessor:
         PRIORITY.validate(new.priority)
         if new.resumable:
             validate_session_params(new.params)
-        if new.lora_request is not None:
-            raise ValidationError(
-                f"LoRA adapter {new.lora_request.lora_name!r} was asked for, and this engine has no LoRA support; "
-                "merge the adapter into the model's weights and load those",
-                param="lora_request",
-            )
+        lora_request = None if new.lora_request is None else self.adapters.check(new.lora_request)
         prompt = self.read_prompt(new.prompt, new.tokenization_kwargs)
         token_ids = prompt.token_ids
         assert token_ids is not None
@@ -121,7 +121,7 @@ class InputProcessor:
             sampling_params=sampling_params,
             pooling_params=pooling_params,
             arrival_time=time.time() if arrival_time is None else arrival_time,
-            lora_request=new.lora_request,
+            lora_request=lora_request,
             cache_salt=prompt.cache_salt,
             data_parallel_rank=new.data_parallel_rank,
             priority=new.priority,

@@ -319,19 +319,28 @@ class LLMEngine:
         return str(self.engine_core.call_utility("get_weight_version"))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter. Raises ClientError: none can be served yet."""
-        return bool(self.engine_core.call_utility("add_lora", lora_request))
+        """Loads an adapter; with `load_inplace` again, for requests that come from now on. Returns True.
+
+        Not needed before a request names the adapter. Raises ClientError for one that cannot be served.
+        """
+        adapters = self.input_processor.adapters
+        checked = adapters.check(lora_request)
+        self.engine_core.call_utility("add_lora", checked)
+        return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Unloads an adapter."""
+        """Unloads an adapter; requests under way end with it. Returns False for an unknown id."""
+        self.input_processor.adapters.require_enabled("an adapter was to be removed")
         return bool(self.engine_core.call_utility("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
-        """Returns the ids of the adapters that are loaded."""
+        """Returns the ids of the adapters in memory."""
+        self.input_processor.adapters.require_enabled("adapters were to be listed")
         return set(self.engine_core.call_utility("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter from being evicted."""
+        """Keeps an adapter from being evicted. Raises ClientError for one that is not in memory."""
+        self.input_processor.adapters.require_enabled("an adapter was to be pinned")
         return bool(self.engine_core.call_utility("pin_lora", lora_id))
 
     def start_profile(

@@ -463,6 +463,8 @@ class _OutputCounter:
             self._add_special(state, output)
         elif output.new_token_ids:  # nearly every output
             self._num_tokens += len(output.new_token_ids)
+            if state.adapter:
+                self._stats.add_adapter_tokens(state.adapter, 0, len(output.new_token_ids))
             if state.last_token_ts != self._since:
                 self._end_run()
                 self._since = state.last_token_ts
@@ -478,10 +480,18 @@ class _OutputCounter:
         stats = state.stats
         if stats is not None:
             owner = state.owner if state.is_prefilling else None
+            counted = self._stats
+            num_prompt, num_generated = counted.num_prompt_tokens, counted.num_generation_tokens
             self._stats.update_from_output(
                 output, self._timestamp, state.is_prefilling, stats, state.num_context_tokens, owner
             )
             state.last_token_ts = stats.last_token_ts
+            if state.adapter:
+                num_prompt, num_generated = (
+                    counted.num_prompt_tokens - num_prompt,
+                    counted.num_generation_tokens - num_generated,
+                )
+                counted.add_adapter_tokens(state.adapter, num_prompt, num_generated)
 
     def close(self) -> None:
         """Adds the counts to the statistics."""

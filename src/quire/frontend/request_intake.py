@@ -191,6 +191,8 @@ class RequestIntake:
             TIMEOUT_S.validate(new.timeout_s)
             timeout_s = self._request_timeout_s if new.timeout_s is None else new.timeout_s
             processor = self._pipeline.input_processor
+            if new.lora_request is not None and not processor.adapters.knows(new.lora_request):
+                await asyncio.to_thread(processor.adapters.check, new.lora_request)  # it reads files
             request, text = processor.process_inputs(await self.text_thread.tokenize_long(new))
             num_tokens = len(request.prompt_token_ids or ())
             reservation.correct(num_tokens, max_output_tokens(new.params, processor.max_model_len, num_tokens))

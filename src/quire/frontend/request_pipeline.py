@@ -18,6 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.errors import DeadlineExceededError, PromptTooLongError, ValidationError
 from quire.field_bounds import FieldBound
+from quire.frontend.adapters import make_door
 from quire.frontend.drafts import DraftCounts
 from quire.frontend.input_processor import InputProcessor, parse_prompt
 from quire.frontend.metrics.collect.ledger import RequestLedger
@@ -49,7 +50,7 @@ class RequestPipeline:
     ) -> None:
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(
-            config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks
+            config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks, make_door(config)
         )
         self.ledger = RequestLedger()
         self._span_sender = make_span_sender(config.observability_config)

@@ -72,6 +72,8 @@ class RequestState:
     """Prompt tokens that earlier segments have brought."""
     drafts: DraftCounts | None = None
     """None without speculation."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty without one."""
 
     @classmethod
     def from_new_request(
@@ -112,6 +114,7 @@ class RequestState:
             is_pooling=request.pooling_params is not None,
             session=SessionState(request.arrival_time) if request.resumable else None,
             drafts=drafts,
+            adapter="" if request.lora_request is None else request.lora_request.lora_name,
         )
 
     def next_segment(self, tokenizer: Tokenizer | None, session: SessionState, stream_interval: int) -> RequestState:
@@ -256,7 +259,7 @@ class RequestState:
             outputs=outputs,
             finished=finished,
             metrics=self.stats,
-            lora_request=completion.lora_request,
+            lora_request=self.request.lora_request,
             num_cached_tokens=self.num_cached_tokens,
         )
 

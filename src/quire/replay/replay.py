@@ -36,10 +36,11 @@ from quire.engine.recording.format import (
 from quire.engine.recording.recorder import Recorder
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.interface import ObservedScheduler, PauseState, StructuredOutputManager
+from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, PauseState, StructuredOutputManager
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import ConfigError, GenerationError, QuireError
+from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
@@ -86,7 +87,7 @@ class ReplayedGrammar(StructuredOutputRequest):
         return self.forced.pop() if self.forced else None
 
 
-class ReplayedGrammars:
+class ReplayedGrammars(AdmissionGate):
     """A manager whose ready grammars are those of the requests in `ready`."""
 
     def __init__(self) -> None:
@@ -99,6 +100,29 @@ class ReplayedGrammars:
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Returns no masks: nothing is sampled."""
         return None
+
+
+class ReplayedAdapters(AdmissionGate):
+    """The gate of adapters. Those of the requests in `absent` are not in memory, or have no place; those of `failed`
+    cannot be loaded."""
+
+    def __init__(self) -> None:
+        self.absent: set[str] = set()
+        self.failed: set[str] = set()
+
+    def is_ready(self, request: Request) -> bool:
+        """Returns what the recording has found."""
+        return request.request_id not in self.absent
+
+    def get_error(self, request: Request) -> QuireError | None:
+        """Returns an error for one that could not be loaded."""
+        return GenerationError("as recorded") if request.request_id in self.failed else None
+
+    def note_left(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        if request.is_finished:
+            self.absent.discard(request.request_id)
+            self.failed.discard(request.request_id)
 
 
 class ReplayedRequest(Request):
@@ -149,7 +173,9 @@ class Difference(NamedTuple):
         return f"event {self.number} ({self.kind}, {self.seconds:.6f} s after the start): {self.what}"
 
 
-def make_scheduler(header: Header, grammars: StructuredOutputManager | None) -> Scheduler:
+def make_scheduler(
+    header: Header, grammars: StructuredOutputManager | None, gates: Sequence[AdmissionGate] = ()
+) -> Scheduler:
     """Returns the real scheduler, as it was configured.
 
     Raises ConfigError for one that is not Quire's own: a file must not decide which code runs.
@@ -163,6 +189,7 @@ def make_scheduler(header: Header, grammars: StructuredOutputManager | None) -> 
         enable_caching=header.enable_caching,
         log_stats=False,
         structured_output_manager=grammars,
+        gates=gates,
         drafts=DraftFitter(
             header.num_spec_tokens, header.max_model_len, num_lookahead_tokens=header.num_lookahead_tokens
         )
@@ -190,8 +217,11 @@ def make_request(event: Add, block_size: int) -> ReplayedRequest:
         client_index=event.client_index,
         priority=event.priority,
         output_token_ids=outputs,
+        lora_request=None if event.adapter is None else LoRARequest(event.adapter[0], 1),
     )
-    return ReplayedRequest(origin, block_size, bool(flags & HAS_GRAMMAR))
+    request = ReplayedRequest(origin, block_size, bool(flags & HAS_GRAMMAR))
+    request.adapter = None if event.adapter is None else (0, event.adapter[1])
+    return request
 
 
 class Replayer:
@@ -201,9 +231,12 @@ class Replayer:
         self._header = header
         self._block_size = min(header.kv_cache.block_sizes)
         self._grammars = ReplayedGrammars()
+        self._adapters = ReplayedAdapters()
         self._emitted: list[AnyEvent] = []
         recorder = Recorder(self._emitted.append, lambda digest: digest, clock=0.0)
-        self.scheduler = make_scheduler(header, recorder.watch_grammars(self._grammars))
+        self.scheduler = make_scheduler(
+            header, recorder.watch_grammars(self._grammars), [recorder.watch_adapters(self._adapters)]
+        )
         self._observed = ObservedScheduler(self.scheduler, [recorder], clock=lambda: 0.0)
         self.in_flight: deque[SchedulerOutput] = deque()
         """Steps whose results are not applied yet, oldest first."""
@@ -274,6 +307,8 @@ class Replayer:
     def _add(self, event: Add) -> None:
         request = make_request(event, self._block_size)
         if event.is_accepted:
+            if request.adapter is not None:
+                self._adapters.absent.add(event.request_id)
             self.live[len(self._ids)] = request
             self._numbers[event.request_id] = len(self._ids)
             self._ids.append(event.request_id)
@@ -294,7 +329,11 @@ class Replayer:
     def _prepare(self, details: StepDetails) -> None:
         """Applies what came from outside while the step was scheduled."""
         self._grammars.ready |= {self._ids[index] for index in details.ready}
+        for index, has_adapter in details.adapters:
+            (self._adapters.absent.discard if has_adapter else self._adapters.absent.add)(self._ids[index])
         for index, status in details.failed:
+            if status == RequestStatus.FINISHED_ERROR and index in self.live and self.live[index].adapter is not None:
+                self._adapters.failed.add(self._ids[index])
             grammar = self.live[index].structured_output if index in self.live else None
             if isinstance(grammar, ReplayedGrammar):
                 is_complete = status == RequestStatus.FINISHED_STOPPED

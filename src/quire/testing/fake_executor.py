@@ -25,6 +25,8 @@ import numpy.typing as npt
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.errors import ModelLoadError
+from quire.lora_request import LoRARequest
+from quire.testing.fake_adapters import FakeAdapters
 from quire.testing.fake_hardware import BlockTable, Clock, InFlight, KVMemory, ProtocolError, as_future
 from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
 from quire.wire.execution import (
@@ -38,16 +40,18 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 
 class _LiveRequest:
     """State of a request in the worker."""
 
-    def __init__(self, data: NewRequestData, tables: list[BlockTable]) -> None:
+    def __init__(self, data: NewRequestData, tables: list[BlockTable], adapter: str) -> None:
+        self.adapter = (data.lora_request.lora_int_id, data.lora_revision) if data.lora_request is not None else None
         self.tokens = data.prompt_token_ids + data.output_token_ids
         self.num_computed = data.num_computed_tokens
         self.params = data.sampling_params
-        self.identity = kv_identity(data.sampling_params, data.lora_request)
+        self.identity = kv_identity(data.sampling_params, data.lora_request, adapter)
         self.tables = tables
 
 
@@ -64,9 +68,15 @@ class FakeExecutor(Executor):
     step_time_s: ClassVar[float] = 0.0
     token_time_s: ClassVar[float] = 0.0
     clock: ClassVar[Clock] = time
+    adapter_bytes: ClassVar[int] = 1000
+    adapter_load_s: ClassVar[float] = 0.0
+    adapter_failure_rate: ClassVar[float] = 0.0
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
+        self.adapters = FakeAdapters(
+            num_bytes=self.adapter_bytes, load_s=self.adapter_load_s, failure_rate=self.adapter_failure_rate
+        )
         self._max_model_len = config.model_config.model_len
         self._requests: dict[str, _LiveRequest] = {}
         self._unsampled: tuple[SchedulerOutput, dict[str, list[int]]] | None = None
@@ -197,7 +207,7 @@ class FakeExecutor(Executor):
         ]
         for table in tables:
             table.slide(data.num_computed_tokens)
-        self._requests[data.req_id] = _LiveRequest(data, tables)
+        self._requests[data.req_id] = _LiveRequest(data, tables, self.adapters.digest_of(data))
 
     def _continue(self, req_id: str, new_block_ids: BlockIds | None, num_computed: int) -> None:
         request = self._requests.get(req_id)
@@ -251,6 +261,8 @@ class FakeExecutor(Executor):
         """Computes the scheduled tokens of one request. Returns the digests of its last one and of its drafts; none if
         more of the prompt is to come."""
         request = self._requests[req_id]
+        if request.adapter is not None and request.adapter[1] and request.adapter not in self.adapters.loaded:
+            raise ProtocolError(f"request {req_id} runs with adapter {request.adapter}, which was dropped")
         drafts = step.scheduled_spec_decode_tokens.get(req_id, [])
         tokens = request.tokens + drafts
         start, end = request.num_computed, request.num_computed + step.num_scheduled_tokens[req_id]
@@ -303,6 +315,17 @@ class FakeExecutor(Executor):
             self._sampled += [req_id for req_id, token_ids in rows if token_ids]
         if num_tokens and (duration := self.step_time_s + num_tokens * self.token_time_s):
             self.clock.sleep(duration)
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    def measure_adapter(self, lora_request: LoRARequest) -> Future[int]:
+        return self.adapters.measure(lora_request)
+
+    def load_adapter(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        return self.adapters.load(load)
+
+    def drop_adapter(self, key: AdapterKey) -> None:
+        self.adapters.drop(key)
 
     # -- sleep and new weights ----------------------------------------------------------------------------------
 

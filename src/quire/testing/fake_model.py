@@ -27,11 +27,11 @@ The worker never sees a cache salt: a test puts the salt here, and a prefix hit 
 _UINT32 = 0xFFFFFFFF
 
 
-def kv_identity(params: SamplingParams | None, lora_request: LoRARequest | None) -> int:
-    """Everything besides its tokens that the KV of a request depends on."""
+def kv_identity(params: SamplingParams | None, lora_request: LoRARequest | None, adapter: str = "") -> int:
+    """Everything besides its tokens that the KV of a request depends on. `adapter`: digest of the adapter's files."""
     extra = (params.extra_args or {}).get(KV_IDENTITY) if params is not None else None
-    adapter = (lora_request.lora_name, lora_request.lora_path) if lora_request is not None else None
-    return 0 if extra is None and adapter is None else crc32(repr((extra, adapter)).encode())
+    lora = (lora_request.lora_name, lora_request.lora_path, adapter) if lora_request is not None else None
+    return 0 if extra is None and lora is None else crc32(repr((extra, lora)).encode())
 
 
 class _FullContext:
@@ -127,12 +127,14 @@ def expected_output(
     max_model_len: int,
     lora_request: LoRARequest | None = None,
     output_token_ids: Sequence[int] = (),
+    adapter: str = "",
 ) -> ExpectedOutput:
     """Returns the output that a request must produce, whatever else the engine does. Uses no blocks, steps or batches.
 
-    `output_token_ids` are its first outputs where another model gave them, before its weights were replaced.
+    `output_token_ids` are its first outputs where another model gave them, before its weights were replaced. `adapter`
+    is the digest of its adapter's files.
     """
-    sequence = FakeSequence(model, kv_identity(params, lora_request), [b""] * len(model.windows))
+    sequence = FakeSequence(model, kv_identity(params, lora_request, adapter), [b""] * len(model.windows))
     digest = 0
     for position, token in enumerate([*prompt_token_ids, *output_token_ids]):
         digest = sequence.compute(token, position)

@@ -114,7 +114,13 @@ def _check_tokens(of: MetricsSnapshot) -> list[str]:
     cached = of.value("vllm:prompt_tokens_cached")
     used = of.value("quire_delivered_tokens") + of.value("quire_discarded_tokens")
     computed = of.value("vllm:prompt_tokens_by_source", "local_compute")
+    wrong = []
+    if any(family.name == "quire_lora_prompt_tokens" for family in of.families):
+        wrong += _differ("prompt tokens, and those of all adapters", prompt, of.value("quire_lora_prompt_tokens"))
+        of_adapters = of.value("quire_lora_generation_tokens")
+        wrong += _differ("generated tokens, and those of all adapters", generation, of_adapters)
     return [
+        *wrong,
         *_differ("prompt tokens, and their sources", prompt, of.value("vllm:prompt_tokens_by_source")),
         *_differ("prompt tokens, and computed + cached", prompt, computed + cached),
         *_differ("cached tokens, and their sources", cached, of.value("vllm:prompt_tokens_cached_by_source")),

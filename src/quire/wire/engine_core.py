@@ -20,6 +20,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import Stamp
 from quire.wire.execution import LogprobsLists, LogprobsTensors
+from quire.wire.lora import AdapterInfo
 from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodeMetrics
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -98,6 +99,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     reasoning_parser_kwargs: dict[str, Any] | None = None
     prediction_token_ids: list[int] = []
     """Tokens that the user expects in the output; drafts are made of them. They change no token."""
+    adapter: AdapterInfo | None = None
+    """The revision of `lora_request` that the first outputs of a resumed request come from."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
@@ -154,6 +157,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """When `finish_reason` is ERROR: name of its class in `quire.errors`; empty for a GenerationError."""
     spec_decode_metrics: SpecDecodeMetrics | None = None
     """None where no drafts of the request were verified."""
+    adapter: AdapterInfo | None = None
+    """Set in the first output only: the revision of the adapter that the request is bound to."""
 
     @property
     def finished(self) -> bool:

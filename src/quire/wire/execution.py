@@ -41,6 +41,8 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """[num_prompt_tokens, hidden_size] float32; None: all positions are tokens."""
     prompt_is_token_ids: list[bool] | None = None
     """True for each position of `prompt_embeds` that is a token instead; None: none is."""
+    lora_revision: int = 0
+    """Revision of the adapter that the request is bound to."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

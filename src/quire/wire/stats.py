@@ -122,6 +122,22 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
         return PrefillStats(num_prompt, num_prompt - num_cached, num_local, num_cached - num_local)
 
 
+class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Adapters of one engine core: counts since the last report, and the present state."""
+
+    num_loads: dict[str, int] = {}
+    """Ended loads by outcome: "loaded", "failed"."""
+    load_seconds: list[float] = []
+    """Durations of the loads that succeeded."""
+    wait_seconds: list[float] = []
+    """Per request that had to wait for its adapter: time until it was admitted."""
+    num_evictions: int = 0
+    resident_bytes: int = 0
+    """Memory of loaded adapters, and of those being loaded."""
+    num_adapters: dict[str, int] = {}
+    """Revisions of adapters by state: "cold", "loading", "ready", "failed"."""
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Statistics of the scheduler, taken once per step."""
 
@@ -153,6 +169,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Prompt tokens computed, in this step and before, for the requests whose first output this step yields."""
     num_decoded_reqs: int = 0
     """Outputs with tokens that are not their request's first."""
+    adapters: AdapterStats | None = None
+    """None where no adapter is known."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]

@@ -13,6 +13,7 @@ import msgspec
 
 from quire.lora_request import LoRARequest
 from quire.wire.engine_core import PauseMode
+from quire.wire.lora import AdapterInfo, RegisteredAdapter
 from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
@@ -29,8 +30,7 @@ class UtilitySpec(NamedTuple):
     is_repeatable: bool = False
     """A second call leads to the same state as one: it is made again if the core dies before it answers."""
     is_remembered: bool = False
-    """A call changes the state that a restarted core is brought into. (Those of adapters do so, too, and are left out:
-    no route of a server loads one.)"""
+    """A call changes the state that a restarted core is brought into."""
 
 
 def _get(method: str, result: Any, arguments: tuple[Any, ...] = ()) -> UtilitySpec:
@@ -54,10 +54,11 @@ UTILITIES: dict[str, UtilitySpec] = {
     "reset_prefix_cache": UtilitySpec("lifecycle.reset_prefix_cache", (bool, bool), bool, is_repeatable=True),
     "update_weights": _set("lifecycle.update_weights", (str, str | None), str),
     "get_weight_version": _get("lifecycle.get_weight_version", str),
-    "add_lora": UtilitySpec("executor.add_lora", (LoRARequest,), bool, is_repeatable=True),
-    "remove_lora": UtilitySpec("executor.remove_lora", (int,), bool, is_repeatable=True),
-    "pin_lora": UtilitySpec("executor.pin_lora", (int,), bool, is_repeatable=True),
-    "list_loras": _get("executor.list_loras", set[int]),
+    "add_lora": _set("adapters.add_lora", (LoRARequest,), AdapterInfo),
+    "remove_lora": _set("adapters.remove_lora", (int,), bool),
+    "pin_lora": _set("adapters.pin_lora", (int,), bool),
+    "list_loras": _get("adapters.list_loras", set[int]),
+    "register_loras": UtilitySpec("adapters.register_loras", (list[RegisteredAdapter],), is_repeatable=True),
     "get_supported_tasks": _get("executor.get_supported_tasks", tuple[str, ...]),
     "collective_rpc": UtilitySpec(
         "executor.collective_rpc", (str, float | None, tuple[Any, ...], dict[str, Any] | None), list[Any]

@@ -54,8 +54,9 @@ class BlockTable:
         """Returns the table of some requests, [len(rows), blocks] int32, as wide as the longest. May be a view: use at
         once."""
         width = int(self._num_blocks[rows].max())
-        # rows is ascending and distinct: if its last is len - 1, it is all rows up to there
-        ids = self._ids[: len(rows), :width] if rows[-1] == len(rows) - 1 else self._ids[rows, :width]
+        # rows are distinct: if they ascend to len - 1, they are all rows up to there
+        is_head = rows[-1] == len(rows) - 1 and bool((rows[:-1] < rows[1:]).all())
+        ids = self._ids[: len(rows), :width] if is_head else self._ids[rows, :width]
         return torch.from_numpy(ids).to(device)
 
 
@@ -74,6 +75,10 @@ class PromptEmbeds:
         return positions, self._rows[positions]
 
 
+NO_ADAPTER = -1
+"""Slot of requests for the base model."""
+
+
 class InputBatch:
     """Token ids, lengths, block tables and sampling parameters of the running requests."""
 
@@ -89,6 +94,8 @@ class InputBatch:
         self.block_tables = [BlockTable(size, max_num_reqs, max_model_len) for size in block_sizes]
         """Per KV cache group."""
         self.sampling = SamplingTable(max_num_reqs)
+        self.adapter_slots = np.full(max_num_reqs, NO_ADAPTER, dtype=np.int64)
+        """Slot of each request's adapter: see worker/lora/table.py."""
         self.draft_hints: dict[str, tuple[npt.NDArray[np.int32] | None, str | None]] = {}
         """(predicted outputs, cache salt) of the requests that have either."""
         self.embeds: dict[str, PromptEmbeds] = {}
@@ -101,7 +108,7 @@ class InputBatch:
         """Requests in the batch."""
         return len(self.req_ids)
 
-    def add_request(self, request: NewRequestData) -> None:
+    def add_request(self, request: NewRequestData, adapter_slot: int = NO_ADAPTER) -> None:
         """Adds a request that is not in the batch; there must be room for it."""
         row = len(self.req_ids)
         assert row < self.max_num_reqs, f"more than max_num_seqs={self.max_num_reqs} requests run at once"
@@ -113,6 +120,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = len(request.prompt_token_ids)
         self.num_tokens[row] = len(tokens)
         self.num_computed_tokens[row] = request.num_computed_tokens
+        self.adapter_slots[row] = adapter_slot
         if request.prediction_token_ids or request.cache_salt is not None:
             prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
             self.draft_hints[request.req_id] = prediction, request.cache_salt
@@ -154,7 +162,7 @@ class InputBatch:
         self.req_ids[target] = req_id
         self.rows[req_id] = target
         self.token_ids[target, :n] = self.token_ids[source, :n]
-        for array in (self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens):
+        for array in (self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens, self.adapter_slots):
             array[target] = array[source]
         for table in self.block_tables:
             table.move_row(source, target)
@@ -203,7 +211,8 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a forward pass, and which of its outputs are sampled. Requests are in the order of the batch."""
+    """Inputs of a forward pass, and which of its outputs are sampled. Requests are in the order of the batch, or of
+    their adapters' slots."""
 
     rows: Rows
     """[num_reqs] rows of the batch in the step."""
@@ -224,6 +233,15 @@ class StepInputs:
     """[num_reqs] the last tokens of each request that are drafts; None: there are no drafts in the step."""
     embeds: tuple[Tensor, Tensor] | None = None
     """Tokens that are embeddings, [n] int64, and their rows, [n, hidden_size] float32; None: there are none."""
+    adapter_slots: npt.NDArray[np.int64] | None = None
+    """[num_reqs] ascending slots of the requests' adapters; None: the step has no adapters."""
+
+    @property
+    def logits_lens(self) -> npt.NDArray[np.int64]:
+        """[len(sampling)] the number of tokens of each request whose logits are needed."""
+        if self.num_drafts is None:
+            return np.ones(len(self.sampling), dtype=np.int64)
+        return self.num_drafts[self.sampling] + 1
 
     @property
     def logits_indices(self) -> npt.NDArray[np.int64]:
@@ -231,7 +249,7 @@ class StepInputs:
         lasts = (self.starts + self.query_lens - 1)[self.sampling]
         if self.num_drafts is None:
             return lasts
-        lens = self.num_drafts[self.sampling] + 1
+        lens = self.logits_lens
         return np.arange(lens.sum()) + np.repeat(lasts - np.cumsum(lens) + 1, lens)
 
 
@@ -245,11 +263,17 @@ def make_step_inputs(
     drafts: Mapping[str, list[int]] = NO_DRAFTS,
 ) -> StepInputs:
     """Returns the inputs of a step. Every id must be in the batch, with its num_computed_tokens up to date.
-    `drafts` are among the scheduled tokens of their requests; they are written into the batch."""
+    `drafts` are among the scheduled tokens of their requests; they are written into the batch. Requests with the same
+    adapter come one after the other."""
     scheduled = np.zeros(batch.num_reqs, dtype=np.int64)
     for req_id, num_tokens in num_scheduled_tokens.items():
         scheduled[batch.rows[req_id]] = num_tokens
     rows = np.flatnonzero(scheduled)
+    slots = batch.adapter_slots[rows]
+    has_adapters = bool((slots != NO_ADAPTER).any())
+    if has_adapters:
+        order = np.argsort(slots, kind="stable")
+        rows, slots = rows[order], slots[order]
     query_lens = scheduled[rows]
     computed = batch.num_computed_tokens[rows]
     seq_lens = computed + query_lens
@@ -280,6 +304,7 @@ def make_step_inputs(
         sampling=np.flatnonzero(certain_lens == batch.num_tokens[rows]),
         num_drafts=num_drafts,
         embeds=_find_embeds(batch, rows, starts, computed, seq_lens, device) if batch.embeds else None,
+        adapter_slots=slots if has_adapters else None,
     )
 
 

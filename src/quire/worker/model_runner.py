@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,12 +17,13 @@ from quire.wire.execution import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     GrammarOutput,
     ModelRunnerOutput,
+    NewRequestData,
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.worker.attention.backend import AttentionBackend, AttentionBatch, ForwardContext, States, set_forward_context
 from quire.worker.attention.layer import Attention
-from quire.worker.input_batch import InputBatch, StepInputs, make_step_inputs
+from quire.worker.input_batch import NO_ADAPTER, InputBatch, StepInputs, make_step_inputs
 from quire.worker.kernels.base import Kernels
 from quire.worker.kv_cache import KVCacheMemory, TransientKVCache, allocate_kv_cache, make_null_config
 from quire.worker.pooler import Pooler
@@ -36,6 +39,22 @@ class Model(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to float32 [n, vocab_size]."""
+        ...
+
+
+class Adapters(Protocol):
+    """The interface of the table of adapters: worker/lora/table.py."""
+
+    def slot_of(self, request: NewRequestData) -> int:
+        """Returns the slot of a request's adapter."""
+        ...
+
+    def applied(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        """Applies the adapters of a step's requests inside the block."""
+        ...
+
+    def apply_to_logits(self, slot: int, num_rows: int) -> None:
+        """Applies one adapter to the rows of the next call of the logits head."""
         ...
 
 
@@ -78,6 +97,8 @@ class ModelRunner:
         self.sampler = StepSampler(kernels.sampling(), vocab_size, device)
         self.on_step: Callable[[PendingStep, ModelRunnerOutput], None] | None = None
         """Called at the end of every step."""
+        self.adapters: Adapters | None = None
+        """None: no request has an adapter."""
         self._is_in_step = False
         self._pending: PendingStep | None = None
 
@@ -121,6 +142,17 @@ class ModelRunner:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         inputs = make_step_inputs(self.batch, scheduler_output.num_scheduled_tokens, self.device, drafts)
         req_ids = [self.batch.req_ids[row] for row in inputs.rows.tolist()]
+        with self._adapting(inputs):
+            return self._run_step(inputs, req_ids, drafts)
+
+    def _adapting(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        if self.adapters is None or inputs.adapter_slots is None:
+            return nullcontext()
+        return self.adapters.applied(inputs)
+
+    def _run_step(
+        self, inputs: StepInputs, req_ids: list[str], drafts: Mapping[str, list[int]]
+    ) -> ModelRunnerOutput | None:
         segments = None if self.pooler is None else self.pooler.segments(req_ids, inputs)
         hidden, *tapped = self._forward(
             inputs.input_ids,
@@ -140,7 +172,7 @@ class ModelRunner:
             req_ids,
             hidden,
             self._compute_logits(inputs, hidden),
-            self.sampler.score_prompts(inputs, req_ids, hidden, self.model.compute_logits),
+            self.sampler.score_prompts(inputs, req_ids, hidden, functools.partial(self._logits_of_one, inputs)),
             drafts,
             tuple(tapped),
         )
@@ -169,7 +201,7 @@ class ModelRunner:
             for req_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
                 pooler.remove_request(req_id)
         for request in scheduler_output.scheduled_new_reqs:
-            batch.add_request(request)
+            batch.add_request(request, NO_ADAPTER if self.adapters is None else self.adapters.slot_of(request))
             if pooler is not None:
                 pooler.add_request(request)
             else:
@@ -213,6 +245,12 @@ class ModelRunner:
             return None
         if len(indices) < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(indices).to(self.device)]
+        return self.model.compute_logits(hidden)
+
+    def _logits_of_one(self, inputs: StepInputs, index: int, hidden: Tensor) -> Tensor:
+        """Returns the logits of some rows of the step's request at `index`."""
+        if self.adapters is not None and inputs.adapter_slots is not None:
+            self.adapters.apply_to_logits(int(inputs.adapter_slots[index]), hidden.shape[0])
         return self.model.compute_logits(hidden)
 
     # -- runs without requests ----------------------------------------------------------------------------------------

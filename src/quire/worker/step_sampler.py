@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -54,9 +55,10 @@ class StepSampler:
         self._key = self._metadata = None
 
     def score_prompts(
-        self, inputs: StepInputs, req_ids: list[str], hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+        self, inputs: StepInputs, req_ids: list[str], hidden: Tensor, compute_logits: Callable[[int, Tensor], Tensor]
     ) -> dict[str, LogprobsTensors]:
-        """Scores the step's chunks of prompts. Returns the results of the prompts that are complete."""
+        """Scores the step's chunks of prompts. Returns the results of the prompts that are complete. `compute_logits`
+        is called with the number of a request and rows of it."""
         complete: dict[str, LogprobsTensors] = {}
         if not self.prompts.wanted:
             return complete
@@ -64,7 +66,8 @@ class StepSampler:
             if req_id in self.prompts.wanted:
                 start, n = int(inputs.starts[i]), int(inputs.query_lens[i])
                 first = int(inputs.seq_lens[i]) - n
-                result = self.prompts.collect(req_id, first, hidden[start : start + n], compute_logits)
+                compute = functools.partial(compute_logits, i)
+                result = self.prompts.collect(req_id, first, hidden[start : start + n], compute)
                 if result is not None:
                     complete[req_id] = result
         return complete

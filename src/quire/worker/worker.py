@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
@@ -9,16 +10,20 @@ import torch
 from torch import nn
 
 from quire.config.engine import EngineConfig
+from quire.config.model_impl import TRANSFORMERS
 from quire.config.observability import ProfilerConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
+from quire.lora_request import LoRARequest
 from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.worker import host, platform
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import Placement, load_weights
+from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
@@ -42,6 +47,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._speculation: Speculation | None = None
         """None: no speculation, or no model yet."""
+        self._adapters: AdapterTable | None = None
+        """None: no adapters are served, or no model yet."""
         self._profiler = WorkerProfiler(config.observability_config.profiler, rank)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -93,12 +100,31 @@ class Worker:
             dtype=self.dtype,
             pooling=model.pooling,
         )
+        if self.config.lora_config.enable_lora:
+            self._adapters = self._runner.adapters = self._make_adapters(loaded.model, placement)
         drafting = self.config.speculative_config.drafting
         if drafting is not None:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
         if self._draft_model is not None:
             self.loaded.append(self._draft_model.loaded)
         stamp("weights")
+
+    def _make_adapters(self, model: nn.Module, placement: Placement) -> AdapterTable:
+        """Returns an empty table of adapters. Raises ConfigError if this model cannot have any."""
+        config, limits = self.config.model_config, self.config.lora_config
+        if config.implementation.name == TRANSFORMERS:
+            raise ConfigError(
+                f"--enable-lora: {config.hf_config.architecture} is run by transformers' class, which Quire serves no "
+                "adapters of; merge the adapter into the checkpoint"
+            )
+        own = str(self.dtype).removeprefix("torch.")
+        if limits.lora_dtype not in ("auto", own):
+            raise ConfigError(
+                f"--lora-dtype {limits.lora_dtype} on a model of {own}: adapters have the model's type; leave it out, "
+                "or choose another --dtype"
+            )
+        pools = config.pooling is not None
+        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model))
 
     @property
     def _draft_model(self) -> ModelDrafter | None:
@@ -168,6 +194,8 @@ class Worker:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         if self._profiler.is_armed:
             self._profiler.begin_step()
+        if self._adapters is not None:
+            self._adapters.begin_step()
         if self._speculation is not None:
             self._speculation.begin_step(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids)
         return self.runner.execute_model(scheduler_output)
@@ -189,11 +217,33 @@ class Worker:
         if self._speculation is not None:
             self._speculation.reset()
 
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        """Begins to load an adapter; it may be used in the step after the Future is done. May be called on any
+        thread."""
+        return self._table.load(load)
+
+    def measure_adapter(self, request: LoRARequest) -> Future[int]:
+        """Begins to compute the bytes that an adapter will take at most. May be called on any thread."""
+        return self._table.measure(request)
+
+    def drop_adapter(self, key: AdapterKey) -> None:
+        """Removes an adapter that no request uses, before the next step. May be called on any thread."""
+        self._table.drop(key)
+
+    @property
+    def _table(self) -> AdapterTable:
+        assert self._adapters is not None, "the engine refuses adapters without --enable-lora"
+        return self._adapters
+
     # -- sleep and new weights ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
         """Frees memory and drops all requests. Level 1: the KV cache; weights move from an accelerator to main memory
-        and stay there on a CPU. Level 2: the weights, too."""
+        and stay there on a CPU. Level 2: the weights, too, and adapters."""
+        if level != 1 and self._adapters is not None:
+            self._adapters.drop_all()
         for model in self.loaded:
             if level == 1:
                 model.weights.offload()
@@ -258,10 +308,12 @@ class Worker:
 
     def shutdown(self) -> None:
         """Releases model and cache."""
+        if self._adapters is not None:
+            self._adapters.shutdown()
         if self._runner is not None:
             for model in self.loaded:
                 model.cache.close()
-        self._runner = self._speculation = None
+        self._runner = self._speculation = self._adapters = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

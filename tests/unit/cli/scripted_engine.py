@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.errors import PromptTooLongError, ValidationError
+from quire.lora_request import LoRARequest
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
@@ -49,6 +50,7 @@ class ScriptedEngine:
     num_steps: int = 0
     params_seen: list[SamplingParams] = field(default_factory=list)
     prompts_seen: list[Any] = field(default_factory=list)
+    loras_seen: list[LoRARequest | None] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     max_running: int = 0
 
@@ -60,7 +62,15 @@ class ScriptedEngine:
     def get_tokenizer(self) -> WordTokenizer:
         return self._tokenizer
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0) -> str:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> str:
         if isinstance(priority, str):
             raise ValidationError("priority must be an integer", param="priority")
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
@@ -68,6 +78,7 @@ class ScriptedEngine:
         if len(ids) >= self.max_model_len:
             raise PromptTooLongError(f"{len(ids)} tokens do not fit {self.max_model_len}", param="prompt")
         self.params_seen.append(params)
+        self.loras_seen.append(lora_request)
         self.prompts_seen.append(prompt)
         pieces = self.answer(prompt, params)[: params.max_tokens or None]
         self._running.append(_Running(request_id, text, ids, params, pieces))

@@ -52,6 +52,12 @@ def test_answers_go_to_stdout_and_history_grows(chat: Callable[..., int], capsys
     ]
 
 
+def test_an_adapter_answers(chat: Callable[..., int]) -> None:
+    engine = ScriptedEngine()
+    assert chat(engine, "one\ntwo\n", "--lora", "sql=/a") == 0
+    assert [lora and (lora.lora_name, lora.lora_path) for lora in engine.loras_seen] == [("sql", "/a")] * 2
+
+
 def test_parameters_change_from_turn_to_turn(chat: Callable[..., int], capsys: Capture) -> None:
     engine = ScriptedEngine()
     lines = "a\n/params temperature=0 stop='a b' ignore_eos=true\nb\n/params\n/params top_p=7\nc\n/params xyzzy=1\n"

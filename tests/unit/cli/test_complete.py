@@ -214,3 +214,19 @@ def test_a_bad_checkpoint_is_told_once(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("quire: error: ")
     assert line.endswith("its header needs 6032 bytes and the file has 1000; download it again")
+
+
+@pytest.mark.parametrize(("text", "name", "path"), [("sql=/a/b", "sql", "/a/b"), ("/a/b", "b", "/a/b")])
+def test_an_adapter_answers(
+    complete: Callable[..., int], use_engine: UseEngine, text: str, name: str, path: str
+) -> None:
+    engine = use_engine(ScriptedEngine())
+    assert complete("one", "two", "--lora", text) == 0
+    assert [(lora.lora_name, lora.lora_path) for lora in engine.loras_seen if lora is not None] == [(name, path)] * 2
+    assert complete("three") == 0
+    assert engine.loras_seen[2] is None
+
+
+def test_an_adapter_of_a_server_is_a_model(complete: Callable[..., int], capsys: Capture) -> None:
+    assert complete("x", "--lora", "sql=/a", "--url", "http://localhost:1") == 2
+    assert "with --url name it by --model" in capsys.readouterr().err

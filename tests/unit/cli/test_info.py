@@ -19,11 +19,13 @@ from quire.cli.machine import read_speed
 from quire.cli.main import main
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
+from quire.errors import ModelLoadError
 from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.library import native_library
 from quire.worker.models.registry import get_model_class
+from tests.adapters import write_adapter
 
 from .conftest import LLAMA
 
@@ -267,10 +269,25 @@ def test_a_gpu_is_not_guessed_at(checkpoint: Path, capsys: Capture) -> None:
     assert report["kv_cache"]["bytes_per_token"] > 0
 
 
-def test_an_adapter_is_recognised(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
-    assert main(["info", str(tmp_path)]) == 2
-    assert "is a LoRA adapter, not a model; give the model it adapts (owner/base)" in capsys.readouterr().err
+def test_an_adapter_is_described(tmp_path: Path, capsys: Capture) -> None:
+    directory = write_adapter(tmp_path / "sql", base_model_name_or_path="owner/base")
+    report = info(capsys, str(directory))
+    assert report["problems"] == []
+    facts = report["adapter"]
+    assert (facts["of_model"], facts["rank"], facts["matrices"]) == ("owner/base", 4, 9)
+    assert facts["modules"] == "down_proj, q_proj, v_proj"
+    assert facts["parameters"] == 3 * 4 * (48 + 48 + 48 + 24 + 80 + 48)
+    assert facts["stored_bytes"] == 4 * facts["parameters"]
+    assert main(["info", str(directory)]) == 0
+    assert "rank                    4" in capsys.readouterr().out
+    assert main(["info", str(directory), "--max-lora-rank", "2"]) == 2
+    assert "problem: " in (out := capsys.readouterr().out)
+    assert "--max-lora-rank is 2" in out
+
+
+def test_an_adapter_is_no_model_to_load(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"is a LoRA adapter, not a model.*\(owner/base\)"):
+        EngineArgs(str(write_adapter(tmp_path, base_model_name_or_path="owner/base"))).create_engine_config()
 
 
 def test_what_to_do_about_a_model_that_cannot_be_fetched(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

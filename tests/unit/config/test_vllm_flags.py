@@ -24,6 +24,8 @@ from quire.errors import ConfigError
         (["m", "--structured-outputs-config.backend=guidance"], {"grammar_backend": "guidance"}),
         (["m", "--structured_outputs_config.reasoning_parser", "qwen3"], {"reasoning_parser": "qwen3"}),
         (["m", "--guided-decoding-backend", "guidance:no-fallback"], {"grammar_backend": "guidance"}),
+        (["m", "--enable-lora", "--max-loras", "4", "--fully-sharded-loras"], {"enable_lora": True, "max_loras": 4}),
+        (["m", "--lora-modules", "a=/x", "b=/y", "--port", "1"], {"lora_modules": ["a=/x", "b=/y"], "port": 1}),
     ],
 )
 def test_command_lines_of_vllm(argv: list[str], given: dict[str, object]) -> None:
@@ -39,7 +41,7 @@ def test_our_own_flag_wins_over_one_that_is_read_as_it() -> None:
     ("argv", "message"),
     [
         (["m", "-tp", "2"], "--tensor-parallel-size 2 is not supported: one process"),
-        (["m", "--enable-lora"], "--enable-lora is not supported: adapters"),
+        (["m", "--default-mm-loras", '{"audio": "x"}'], "is not supported: there are no multimodal models"),
         (["m", "--guided-decoding-backend", "magic"], "grammar backend 'magic' is not one of"),
         (["m", "--structured-outputs-config", "[]"], "is not a JSON object"),
         (["m", "--max-num-seq", "3"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from quire.engine.sched.interface import PauseState
@@ -16,7 +17,7 @@ from quire.wire.engine_core import FinishReason
 from quire.wire.execution import SchedulerOutput
 
 from .driver import Core
-from .harness import ScriptedExecutor
+from .harness import ScriptedExecutor, make_core_request
 
 
 def make_loop(executor_class: type[ScriptedExecutor] = ScriptedExecutor) -> Core:
@@ -487,12 +488,16 @@ def test_weights_that_were_given_back_are_loaded_by_an_update() -> None:
 
 
 def test_adapters_are_refused_in_words() -> None:
-    executor = Core().core.executor
-    assert executor.list_loras() == set()
+    core = Core().core
     for call in (
-        lambda: executor.add_lora(LoRARequest("a", 1, "/a")),
-        lambda: executor.remove_lora(1),
-        lambda: executor.pin_lora(1),
+        lambda: core.adapters.add_lora(LoRARequest("a", 1, "/a")),
+        lambda: core.adapters.remove_lora(1),
+        lambda: core.adapters.pin_lora(1),
+        lambda: core.adapters.list_loras(),
+        lambda: core.adapters.register_loras([]),
+        lambda: core.preprocess_add_request(
+            msgspec.structs.replace(make_core_request("a"), lora_request=LoRARequest("a", 1, "/a"))
+        ),
     ):
-        with pytest.raises(ClientError, match="serves no LoRA adapters; merge it into the checkpoint"):
+        with pytest.raises(ClientError, match="serves no LoRA adapters; start it with --enable-lora"):
             call()

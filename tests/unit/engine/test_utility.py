@@ -13,6 +13,7 @@ from quire.engine import lifecycle as utility
 from quire.engine.core import EngineCore
 from quire.engine.executor.abstract import Executor
 from quire.engine.lifecycle import Lifecycle, answer_utility, run_utility
+from quire.engine.lora.manager import AdapterManager
 from quire.engine.sched.interface import SchedulerInterface
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
@@ -22,7 +23,13 @@ from quire.wire.utility import UtilitySpec
 from . import driver
 
 TABLE = dict(utility.UTILITIES)
-OWNERS = {"": EngineCore, "lifecycle": Lifecycle, "executor": Executor, "scheduler": SchedulerInterface}
+OWNERS = {
+    "": EngineCore,
+    "lifecycle": Lifecycle,
+    "executor": Executor,
+    "scheduler": SchedulerInterface,
+    "adapters": AdapterManager,
+}
 
 
 class Core:
@@ -84,6 +91,8 @@ def test_the_table_says_what_the_methods_say(name: str) -> None:
     result = hints["return"]
     if get_origin(result) is UnionType:  # a Future: the verb ends later
         (result,) = (kind for kind in get_args(result) if get_origin(kind) is not Future)
+    if get_origin(result) is Future:
+        (result,) = get_args(result)
     assert TABLE[name].result == (None if result is type(None) else result)
 
 

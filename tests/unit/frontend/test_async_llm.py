@@ -16,6 +16,7 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from tests.adapters import write_adapter
 
 from .async_fake_client import settle
 from .async_setting import Setting, check, last
@@ -353,7 +354,7 @@ def test_large_batches_leave_room_for_others(model_dir: Path) -> None:
     check(model_dir, test)
 
 
-def test_control_calls_reach_the_core(model_dir: Path) -> None:
+def test_control_calls_reach_the_core(model_dir: Path, tmp_path: Path) -> None:
     async def test(s: Setting) -> None:
         llm, results = s.llm, s.client.core.utility_results
         results.update(
@@ -374,7 +375,7 @@ def test_control_calls_reach_the_core(model_dir: Path) -> None:
         results.update(get_weight_version="2", add_lora=True, remove_lora=True, list_loras=[1], pin_lora=False)
         assert await llm.get_weight_version() == "2"
         await llm.release_kv_cache_memory("keep")
-        lora = LoRARequest("a", 1, "/a")
+        lora = LoRARequest("a", 1, str(write_adapter(tmp_path / "a")))
         assert (await llm.add_lora(lora), await llm.remove_lora(1), await llm.pin_lora(1)) == (True, True, False)
         assert await llm.list_loras() == {1}
         await llm.start_profile("/p")
@@ -405,4 +406,4 @@ def test_control_calls_reach_the_core(model_dir: Path) -> None:
         await llm.do_log_stats()
         assert s.recorder.num_logged == 1
 
-    check(model_dir, test)
+    check(model_dir, test, enable_lora=True)

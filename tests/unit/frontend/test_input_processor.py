@@ -150,7 +150,7 @@ def test_tokenization_kwargs_change_the_tokens(tokenizer: Tokenizer) -> None:
 
 def test_lora_ids_priorities_and_types_are_checked(tokenizer: Tokenizer) -> None:
     p = processor(tokenizer)
-    with pytest.raises(ValidationError, match=r"'tuned' was asked for.*no LoRA support"):
+    with pytest.raises(ValidationError, match=r"'tuned' was asked for.*start it with --enable-lora"):
         process(p, "a", lora_request=LoRARequest("tuned", 1))
     with pytest.raises(ValidationError, match="priority must be an integer"):
         process(p, "a", priority=1.5)

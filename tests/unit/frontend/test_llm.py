@@ -365,7 +365,7 @@ def test_arguments_become_flags(model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ("keywords", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported: one process"),
-        ({"enable_lora": True}, "enable_lora=True is not supported"),
+        ({"default_mm_loras": {"audio": "x"}}, "default_mm_loras=.* is not supported"),
         ({"port": 8000}, "'port' is no argument of the engine: it is a flag of `quire serve`"),
         ({"quantization": "int3"}, "--quantization 'int3' is not one of int8, int4, compressed-tensors, gptq, awq"),
         ({"max_num_seq": 2}, "unknown argument 'max_num_seq'; did you mean max_num_seqs"),

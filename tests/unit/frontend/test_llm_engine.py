@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import ConfigError, ValidationError
+from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.publish.stat_loggers import StatLogger
@@ -20,11 +20,11 @@ from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
+from quire.wire.lora import AdapterInfo
 from quire.wire.stats import SchedulerStats
+from tests.adapters import write_adapter
 
 from .fake_client import FakeClient
-
-LORA = LoRARequest("a", 1, "/a")
 
 
 class Recorder(StatLogger):
@@ -275,18 +275,29 @@ def test_pass_through_calls(model_dir: Path) -> None:
     engine.resume_generation()
     engine.reset_encoder_cache()
     engine.reset_mm_cache()
-    assert (engine.add_lora(LORA), engine.remove_lora(1), engine.pin_lora(1)) == (False,) * 3
-    client.utility_results["list_loras"] = [1]
-    assert engine.list_loras() == {1}
     assert client.utilities[2:] == [
         ("pause_scheduler", "keep", False),
         ("is_scheduler_paused",),
         ("resume_scheduler",),
-        ("add_lora", LORA),
-        ("remove_lora", 1),
-        ("pin_lora", 1),
-        ("list_loras",),
     ]
+
+
+def test_verbs_of_adapters(model_dir: Path, tmp_path: Path) -> None:
+    lora = LoRARequest("a", 1, str(write_adapter(tmp_path / "a")))
+    engine, client, _ = make_engine(model_dir, enable_lora=True)
+    client.utility_results.update(
+        add_lora=AdapterInfo(1, 1, "d", 10, 4), remove_lora=True, pin_lora=True, list_loras=[1]
+    )
+    assert (engine.add_lora(lora), engine.remove_lora(1), engine.pin_lora(1)) == (True, True, True)
+    assert engine.list_loras() == {1}
+    assert client.utilities == [("add_lora", lora), ("remove_lora", 1), ("pin_lora", 1), ("list_loras",)]
+    with pytest.raises(NotFoundError, match="there is no adapter at /nowhere"):
+        engine.add_lora(LoRARequest("b", 2, "/nowhere"))
+    without, client, _ = make_engine(model_dir)
+    for call in (lambda: without.add_lora(lora), lambda: without.remove_lora(1), without.list_loras):
+        with pytest.raises(ValidationError, match="start it with --enable-lora"):
+            call()
+    assert not client.utilities
 
 
 def test_skip_tokenizer_init(model_dir: Path) -> None:

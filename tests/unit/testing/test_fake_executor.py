@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.errors import AdapterError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_executor import FakeExecutor
@@ -20,6 +22,7 @@ from quire.wire.execution import (
     NewRequestData,
     SchedulerOutput,
 )
+from quire.wire.lora import AdapterLoad
 from tests.unit.testing.conftest import FULL, SLIDING, make_executor
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -136,6 +139,30 @@ def test_identities_never_share_kv(executor: FakeExecutor) -> None:
     assert oracle(9, extra_args={KV_IDENTITY: "salt"}) != oracle(9)
     with_lora = run(executor, new("c", [4, 5], 6, lora_request=LoRARequest("x", 1)))
     assert with_lora != [oracle(1)]
+
+
+def test_an_adapter_is_used_while_it_is_in_memory_and_no_longer(executor: FakeExecutor, tmp_path: Path) -> None:
+    lora = LoRARequest("x", 1, str(tmp_path))
+    files = tmp_path / "adapter_model.safetensors"
+    files.write_bytes(b"first")
+    first = executor.load_adapter(AdapterLoad(lora, 1)).result()
+    files.write_bytes(b"second")
+    second = executor.load_adapter(AdapterLoad(lora, 2)).result()
+    assert first.digest != second.digest
+    tokens = [
+        run(executor, new(name, blocks, 6, lora_request=lora, lora_revision=revision))
+        for name, blocks, revision in (("a", [1, 2], 1), ("b", [3, 4], 2))
+    ]
+    assert tokens[0] != tokens[1]
+    with pytest.raises(ProtocolError, match="loaded twice"):
+        executor.load_adapter(AdapterLoad(lora, 2))
+    executor.drop_adapter((1, 1))
+    with pytest.raises(ProtocolError, match="was not loaded"):
+        executor.drop_adapter((1, 1))
+    with pytest.raises(ProtocolError, match=r"request c runs with adapter \(1, 1\)"):
+        run(executor, new("c", [5, 6], 6, lora_request=lora, lora_revision=1))
+    with pytest.raises(AdapterError, match="adapter_config"):
+        executor.measure_adapter(LoRARequest("y", 2, "/missing")).result()
 
 
 def test_logprobs_come_when_asked_for(executor: FakeExecutor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.wire.lora import AdapterInfo
 from quire.wire.stats import BlockMap, EngineSnapshot
 from quire.wire.trace import PhaseTrace, TraceWindow
 from quire.wire.utility import UTILITIES, convert_result
@@ -22,6 +23,7 @@ SNAPSHOT = EngineSnapshot(1.0, 2.0, 0, 3, 4, 5, 6, BlockMap(8, 7, 0, 1))
         ("is_sleeping", True, True),
         ("update_weights", "1", "1"),
         ("list_loras", [3, 4], {3, 4}),
+        ("add_lora", [3, 1, "digest", 1000, 8], AdapterInfo(3, 1, "digest", 1000, 8)),
         ("get_supported_tasks", ["generate"], ("generate",)),
         ("collective_rpc", ["pong"], ["pong"]),
         ("get_dropped_messages", {"corrupt": 2}, {"corrupt": 2}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -122,6 +123,7 @@ class ToyRequest:
     blocks: tuple[list[int], ...] = field(default_factory=lambda: ([], []))
     """Per KV cache group."""
     computed: int = 0
+    lora_request: LoRARequest | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -183,6 +185,7 @@ class RandomScheduler:
                     request.params,
                     None,
                     list(request.outputs),
+                    request.lora_request,
                 )
             )
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())

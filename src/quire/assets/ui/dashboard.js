@@ -1,5 +1,6 @@
 // The dashboard: reads /debug/state and /metrics once a second and shows them.
 
+import { showAdapters } from "./adapters.js";
 import { call, keyProblem, offer, wireKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { LineChart } from "./chart.js";
@@ -146,6 +147,7 @@ function show(state) {
   map.update(state.kv_cache, state.requests);
   timeline.update(state);
   tables.update(state);
+  showAdapters(readings, RATE_S);
   say(inWords(state, now));
 }
 

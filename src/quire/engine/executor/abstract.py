@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.errors import ClientError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 
 class Executor(ABC):
@@ -84,21 +84,23 @@ class Executor(ABC):
     ) -> list[Any]:
         """Calls a worker method by name (or a function with the worker as first argument) on every worker."""
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter. Raises ClientError: no executor supports adapters yet."""
-        raise _no_loras(f"load adapter {lora_request.lora_name!r}")
+    def measure_adapter(self, lora_request: LoRARequest) -> Future[int]:
+        """Returns the memory that an adapter will take, in bytes, from its configuration and header.
 
-    def remove_lora(self, lora_id: int) -> bool:
-        """Unloads an adapter. Raises ClientError, like `add_lora`."""
-        raise _no_loras(f"unload adapter {lora_id}")
+        Neither blocks nor raises: the Future has the error, AdapterError. Callable from any thread, as `load_adapter`.
+        """
+        raise NotImplementedError
 
-    def list_loras(self) -> set[int]:
-        """Returns the ids of the loaded adapters: none."""
-        return set()
+    def load_adapter(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        """Reads a revision of an adapter on all workers, beside the steps. Its requests may be sent once all have it.
 
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter from being evicted. Raises ClientError, like `add_lora`."""
-        raise _no_loras(f"pin adapter {lora_id}")
+        Neither blocks nor raises: the Future has the error, AdapterError or another. It is completed on any thread.
+        """
+        raise NotImplementedError
+
+    def drop_adapter(self, key: AdapterKey) -> None:
+        """Drops a loaded revision, which no request uses any more, before the next step."""
+        raise NotImplementedError
 
     @abstractmethod
     def check_health(self) -> None:
@@ -117,9 +119,3 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers. May be called twice."""
-
-
-def _no_loras(what: str) -> ClientError:
-    return ClientError(
-        f"cannot {what}: this version serves no LoRA adapters; merge it into the checkpoint, then load that"
-    )

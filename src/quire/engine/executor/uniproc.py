@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
+from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 T = TypeVar("T")
 
@@ -66,6 +68,17 @@ class UniProcExecutor(Executor):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return tuple(self.worker.get_supported_tasks())
+
+    def measure_adapter(self, lora_request: LoRARequest) -> Future[int]:
+        future: Future[int] = self.worker.measure_adapter(lora_request)
+        return future
+
+    def load_adapter(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        future: Future[AdapterInfo] = self.worker.load_adapter(load)
+        return future
+
+    def drop_adapter(self, key: AdapterKey) -> None:
+        self.worker.drop_adapter(key)
 
     def collective_rpc(
         self,

@@ -44,7 +44,8 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
 def block_extra_keys(request: Request, block_index: int, block_size: int) -> ExtraKeys | None:
     """Returns what besides tokens and parent distinguishes block `block_index` of `request`; None: nothing.
 
-    The salt enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
+    An adapter enters every block; its revision, too, unless it is the first one under that name and path. The salt
+    enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
     added here: an image adds ("mm", its hash, its offset in the block) to each block it covers.
     """
     keys: ExtraKeys = ()
@@ -53,6 +54,8 @@ def block_extra_keys(request: Request, block_index: int, block_size: int) -> Ext
     if request.prompt_embeds is not None:
         digest = _hash_embeds(request.origin, block_index * block_size, (block_index + 1) * block_size)
         keys += (("prompt_embeds", digest),) if digest else ()
+        if request.lora_revision > 1:
+            keys += (("lora_revision", request.lora_revision),)
     if request.cache_salt is not None and block_index == 0:
         keys += (("cache_salt", request.cache_salt),)
     return keys or None

@@ -14,6 +14,7 @@ from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config.engine import CacheConfig, EngineConfig
+from quire.config.lora import LoRAConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
 from quire.wire.kv_cache import (
@@ -249,6 +250,8 @@ class KVCacheSizes:
     max_model_len: int
     max_concurrency: float
     """Number of requests of max_model_len tokens that fit at once; 0 without a KV cache, which sets no limit."""
+    adapter_bytes: int = 0
+    """Memory of LoRA adapters."""
 
     @property
     def block_size(self) -> int:
@@ -259,6 +262,14 @@ class KVCacheSizes:
     def num_tokens(self) -> int:
         """Number of tokens the cache holds in requests as long as the context allows; 0 without a cache."""
         return int(self.max_concurrency * self.max_model_len) if self.config.kv_cache_groups else 0
+
+
+def adapter_budget(config: LoRAConfig, available_bytes: int) -> int:
+    """Returns the memory of adapters: --lora-memory-bytes, or 1 GiB, at most a tenth of what is available; 0 without
+    them."""
+    if not config.enable_lora:
+        return 0
+    return min(GIB, max(available_bytes, 0) // 10) if config.lora_memory_bytes is None else config.lora_memory_bytes
 
 
 def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSizes:
@@ -272,6 +283,9 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
     has_draft_layers = drafting is not None and drafting.model is not None
     draft_specs = executor.collective_rpc("get_draft_kv_cache_spec") if has_draft_layers else ()
     available_bytes = executor.determine_available_memory()
+    adapter_bytes = adapter_budget(config.lora_config, min(available_bytes, default=0))
+    if config.cache_config.kv_cache_memory_bytes is None:  # else the cache gets what was asked for, beside adapters
+        available_bytes = [available - adapter_bytes for available in available_bytes]
     model_len, scheduler_config = config.model_config.model_len, config.scheduler_config
     step_tokens = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
     kv_cache_configs, max_model_len = make_kv_cache_configs(
@@ -289,8 +303,9 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
     chosen = kv_cache_configs[0]
     if not chosen.kv_cache_groups:
         logger.info("no KV cache: texts are computed whole; weights loaded in %.2f s", time.perf_counter() - start)
-        return KVCacheSizes(chosen, max_model_len, 0.0)
-    sizes = KVCacheSizes(chosen, max_model_len, max_concurrency(chosen, max_model_len, step_tokens))
+        return KVCacheSizes(chosen, max_model_len, 0.0, adapter_bytes)
+    concurrency = max_concurrency(chosen, max_model_len, step_tokens)
+    sizes = KVCacheSizes(chosen, max_model_len, concurrency, adapter_bytes)
     logger.info(
         "KV cache: %.2f GiB, %d blocks of %d tokens, %d tokens, %.2fx concurrency at %d tokens per request; "
         "weights loaded and cache ready in %.2f s",

@@ -77,6 +77,8 @@ class Add(Event, tag=1):
     """The `RequestStatus` of a request that had ended before a restart."""
     hashes: Hashes | None = None
     prompt: list[int] | None = None
+    adapter: tuple[str, int] | None = None
+    """Name and revision of its adapter."""
 
 
 SKIPS_CACHE, HAS_GRAMMAR, IS_POOLING = 4, 8, 16
@@ -108,6 +110,8 @@ class StepDetails(msgspec.Struct, array_like=True, gc=False):
     failed: list[tuple[int, int]] = []
     """(request, `RequestStatus`) of requests that ended in an error, or with a grammar: perhaps while the step was
     scheduled."""
+    adapters: list[tuple[int, bool]] = []
+    """(request, whether its adapter was found to be in memory, with a place for it) where that has changed."""
 
 
 class Step(Event, tag=3):

@@ -31,7 +31,7 @@ from quire.engine.recording.format import (
     Update,
 )
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.interface import PauseState, SchedulerObserver, StructuredOutputManager
+from quire.engine.sched.interface import AdmissionGate, PauseState, SchedulerObserver, StructuredOutputManager
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -47,7 +47,7 @@ def keyed_digest(key: bytes) -> Digest:
 class _Known:
     """A request with its number."""
 
-    __slots__ = ("index", "is_ready", "num_hashes", "request")
+    __slots__ = ("has_adapter", "index", "is_ready", "num_hashes", "request")
 
     def __init__(self, index: int, request: Request) -> None:
         self.index = index
@@ -55,6 +55,8 @@ class _Known:
         self.num_hashes = 0
         """Number of block hashes that the recording has."""
         self.is_ready = request.structured_output is None
+        self.has_adapter = request.adapter is None
+        """True if its adapter was in memory, and had a place, when it was asked about last."""
 
 
 class Recorder(SchedulerObserver):
@@ -72,6 +74,7 @@ class Recorder(SchedulerObserver):
         """Ended requests whose id is in use again."""
         self._num_requests = 0
         self._ready: list[int] = []
+        self._adapters: dict[int, bool] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
     # -- from outside --------------------------------------------------------------------------------------------
@@ -84,6 +87,14 @@ class Recorder(SchedulerObserver):
         if known is not None and not known.is_ready:
             known.is_ready = True
             self._ready.append(known.index)
+
+    def watch_adapters(self, gate: AdmissionGate) -> AdmissionGate:
+        return _WatchedAdapters(gate, self._note_adapter)
+
+    def _note_adapter(self, request: Request, has_adapter: bool) -> None:
+        known = self._known.get(request.request_id)
+        if known is not None and known.has_adapter != has_adapter:
+            known.has_adapter = self._adapters[known.index] = has_adapter
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         origin = request.origin
@@ -111,6 +122,7 @@ class Recorder(SchedulerObserver):
             client_index=request.origin.client_index,
             is_accepted=is_accepted,
             prompt=prompt if self._with_prompts else None,
+            adapter=None if request.lora_request is None else (request.lora_request.lora_name, request.lora_revision),
         )
         if is_accepted:
             event.hashes = self._take_hashes(self._known[request.request_id])
@@ -163,6 +175,7 @@ class Recorder(SchedulerObserver):
             or output.preempted_req_ids
             or output.scheduled_spec_decode_tokens
             or self._ready
+            or self._adapters
         ):
             step.details = self._describe(output)
         self._emit(step)
@@ -188,7 +201,9 @@ class Recorder(SchedulerObserver):
             drafts=[(known[i].index, len(ids)) for i, ids in output.scheduled_spec_decode_tokens.items()],
             ready=ready,
             failed=sorted((one.index, _end_status(one.request)) for one in ended if _may_fail_to_start(one.request)),
+            adapters=sorted(self._adapters.items()),
         )
+        self._adapters = {}
         for one in ended:
             if known.get(one.request.request_id) is one:
                 del known[one.request.request_id]
@@ -248,7 +263,25 @@ class Recorder(SchedulerObserver):
         return passed
 
 
-class _WatchedGrammars:
+class _WatchedAdapters(AdmissionGate):
+    """Forwards to the gate of adapters, and notes what the scheduler finds."""
+
+    def __init__(self, gate: AdmissionGate, note: Callable[[Request, bool], None]) -> None:
+        self._note = note
+        self._is_ready = gate.is_ready
+        self.get_error = gate.get_error  # type: ignore[method-assign]
+        self.note_admitted = gate.note_admitted  # type: ignore[method-assign]
+        self.note_left = gate.note_left  # type: ignore[method-assign]
+        self.add_stats = gate.add_stats  # type: ignore[method-assign]
+
+    def is_ready(self, request: Request) -> bool:
+        is_ready = self._is_ready(request)
+        if request.adapter is not None:
+            self._note(request, is_ready)
+        return is_ready
+
+
+class _WatchedGrammars(AdmissionGate):
     """Forwards to a structured-output manager, and notes when the scheduler first finds a grammar to be ready."""
 
     def __init__(self, manager: StructuredOutputManager, note_ready: Callable[[Request], None]) -> None:

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from quire.engine.request import Request, RequestStatus
+from quire.errors import QuireError
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.stats import EngineSnapshot, SchedulerStats
@@ -28,13 +29,40 @@ class PauseState(IntEnum):
     """Nothing is scheduled."""
 
 
-class StructuredOutputManager(Protocol):
-    """The interface to grammars. A scheduler without a manager schedules every request at once and masks no token."""
+class AdmissionGate(Protocol):
+    """Something besides capacity that a waiting request may have to wait for.
+
+    A request starts when it is the next in order of those that are ready at all gates: one that is not is passed over.
+    All methods but `is_ready` do nothing unless they are overridden.
+    """
 
     def is_ready(self, request: Request) -> bool:
-        """Returns whether the request's grammar is compiled (True for a request without one). Called often: must be
-        cheap."""
+        """Returns whether a waiting request need not wait any longer, be it to start or to end with an error. Called
+        often: must be cheap."""
         ...
+
+    def get_error(self, request: Request) -> QuireError | None:
+        """Returns the error that a ready request ends with instead of starting."""
+        return None
+
+    def note_admitted(self, request: Request) -> None:
+        """Notes that a request has started, for the first time or after a preemption."""
+        return
+
+    def note_left(self, request: Request) -> None:
+        """Notes that a request was preempted, or has ended, wherever it was: its status says which."""
+        return
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Adds what the gate has counted since the last call."""
+        return
+
+
+class StructuredOutputManager(AdmissionGate, Protocol):
+    """The interface to grammars: a request waits until its own is compiled.
+
+    A scheduler without a manager schedules every request at once and masks no token.
+    """
 
     def grammar_bitmask(self, requests: Sequence[Request], scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Returns token masks for those of the step's `requests` that have a grammar and sample; None if there are
@@ -115,6 +143,10 @@ class SchedulerInterface(ABC):
         """Returns whether a step would do anything: compute, send ended requests to the worker, or report to a
         client."""
 
+    def is_blocked(self) -> bool:
+        """Returns whether all unfinished requests wait at gates: a step would compute nothing."""
+        return False
+
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Drops all cached prefixes. Returns False if running requests hold blocks and may not be preempted."""
@@ -149,6 +181,10 @@ class SchedulerObserver:
     def watch_grammars(self, manager: StructuredOutputManager | None) -> StructuredOutputManager | None:
         """Returns the manager that the scheduler is given. Called before the scheduler is made."""
         return manager
+
+    def watch_adapters(self, gate: AdmissionGate) -> AdmissionGate:
+        """Returns the gate of adapters that the scheduler is given. Called before the scheduler is made."""
+        return gate
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         """A request was given to the scheduler, which accepted it or raised."""
@@ -294,6 +330,9 @@ class ObservedScheduler(SchedulerInterface):
 
     def has_requests(self) -> bool:
         return self.observed.has_requests()
+
+    def is_blocked(self) -> bool:
+        return self.observed.is_blocked()
 
     def make_snapshot(self) -> EngineSnapshot:
         return self.observed.make_snapshot()

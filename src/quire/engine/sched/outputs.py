@@ -54,6 +54,7 @@ def apply_result(
         else 0,
         error_message=error_message,
         error_type=error_type,
+        adapter=request.report.adapter if first else None,
     )
 
 

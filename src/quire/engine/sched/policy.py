@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.interface import PauseState, StructuredOutputManager
+from quire.engine.sched.interface import AdmissionGate, PauseState
+from quire.errors import QuireError
 
 OrderKey = tuple[float | str, ...]
 """Smaller is served first; never equal for two requests."""
@@ -111,14 +112,15 @@ POLICIES: dict[str, SchedulingPolicy] = {
 class WaitingRequests:
     """Two queues of one policy: `ready` waits for capacity only, `blocked` for something else.
 
-    Blocked are requests whose grammar is not compiled, new ones during a pause, and preempted ones whose last step is
-    still in flight: its token will come, and would come twice if it were computed again meanwhile.
+    Blocked are requests that a gate holds (their grammar is not compiled, their adapter not loaded), new ones during a
+    pause, and preempted ones whose last step is still in flight: its token will come, and would come twice if it were
+    computed again meanwhile.
     """
 
-    def __init__(self, policy: SchedulingPolicy, structured_output_manager: StructuredOutputManager | None) -> None:
+    def __init__(self, policy: SchedulingPolicy, gates: Sequence[AdmissionGate] = ()) -> None:
         self.ready = RequestQueue(policy.key)
         self.blocked = RequestQueue(policy.key)
-        self._structured_output_manager = structured_output_manager
+        self.gates = gates
         self._pause_state = PauseState.UNPAUSED
         self._in_flight: Collection[Request] = ()
         self._arrivals = count()
@@ -130,6 +132,7 @@ class WaitingRequests:
 
     def add_preempted(self, request: Request) -> None:
         """Adds a preempted request."""
+        self.note_left(request)
         self.ready.add(request)
 
     def remove(self, requests: Collection[Request]) -> None:
@@ -159,15 +162,33 @@ class WaitingRequests:
         return None
 
     def pop(self) -> None:
-        """Removes the request that `peek` returned."""
-        self.ready.pop()
+        """Removes the request that `peek` returned, which starts."""
+        request = self.ready.pop()
+        for gate in self.gates:
+            gate.note_admitted(request)
 
     def _may_start(self, request: Request) -> bool:
         if request.status is RequestStatus.PREEMPTED:
-            return request not in self._in_flight
-        if self._pause_state is not PauseState.UNPAUSED:
+            if request in self._in_flight:
+                return False
+        elif self._pause_state is not PauseState.UNPAUSED:
             return False
-        return self._structured_output_manager is None or self._structured_output_manager.is_ready(request)
+        return all(gate.is_ready(request) for gate in self.gates)
+
+    def is_blocked(self) -> bool:
+        """Returns whether requests wait here, and gates hold all of them."""
+        if self.ready or not self.blocked:
+            return False
+        return not any(all(gate.is_ready(request) for gate in self.gates) for request in self.blocked)
+
+    def get_error(self, request: Request) -> QuireError | None:
+        """Returns the error that a gate ends a ready request with."""
+        return next(filter(None, (gate.get_error(request) for gate in self.gates)), None)
+
+    def note_left(self, request: Request) -> None:
+        """Notes that a request was preempted or has ended."""
+        for gate in self.gates:
+            gate.note_left(request)
 
     def any_preempted(self) -> bool:
         """Returns whether a preempted request waits here."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.config.engine import SchedulerConfig
 from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.interface import PauseState, SchedulerInterface, StructuredOutputManager
+from quire.engine.sched.interface import AdmissionGate, PauseState, SchedulerInterface, StructuredOutputManager
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES, WaitingRequests
 from quire.engine.sched.step import Admission, SchedulerLimits, StepBuilder, StepsInFlight
@@ -54,6 +54,7 @@ class Scheduler(SchedulerInterface):
         include_finished_set: bool = False,
         kv_cache_metrics_sample: float | None = None,
         structured_output_manager: StructuredOutputManager | None = None,
+        gates: Sequence[AdmissionGate] = (),
         drafts: DraftFitter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,7 +77,8 @@ class Scheduler(SchedulerInterface):
 
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = WaitingRequests(self.policy, structured_output_manager)
+        grammars = () if structured_output_manager is None else (structured_output_manager,)
+        self.waiting = WaitingRequests(self.policy, (*grammars, *gates))
         self._steps = StepsInFlight()
         self._outputs = OutputCollector(max_model_len, include_finished_set, drafts)
         self._num_recomputed_tokens = 0
@@ -236,12 +238,15 @@ class Scheduler(SchedulerInterface):
         self.waiting.add_preempted(request)
         self._steps.preempted_req_ids.add(request.request_id)
 
-    # -- grammars ----------------------------------------------------------------------------------------------
+    # -- gates and grammars ------------------------------------------------------------------------------------
 
     def _next_waiting(self) -> Request | None:
-        """Returns the next request to admit. Ends those before it whose grammar needs no step, or cannot start."""
+        """Returns the next request to admit. Ends those before it that a gate fails, or whose grammar needs no step."""
         while (request := self.waiting.peek()) is not None:
-            if request.structured_output is None or not self._end_by_grammar(request, request.structured_output):
+            error = self.waiting.get_error(request)
+            if error is not None:
+                self._fail(request, error)
+            elif request.structured_output is None or not self._end_by_grammar(request, request.structured_output):
                 break
         return request
 
@@ -320,6 +325,7 @@ class Scheduler(SchedulerInterface):
                 self.drafts.drop_of_ended(request, len(request.spec_token_ids))
             if request.structured_output is not None:
                 request.structured_output.cancel()
+            self.waiting.note_left(request)
             self._outputs.note_finished(request)
             del self.requests[request.request_id]
 
@@ -355,6 +361,14 @@ class Scheduler(SchedulerInterface):
             case PauseState.PAUSED_ALL:
                 return False
 
+    def is_blocked(self) -> bool:
+        steps = self._steps
+        if self.running or steps.finished_req_ids or steps.preempted_req_ids:
+            return False
+        if self.pause_state is not PauseState.UNPAUSED:
+            return False
+        return self.waiting.is_blocked()
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if reset_running_requests:
             timestamp = self.clock()
@@ -382,6 +396,8 @@ class Scheduler(SchedulerInterface):
         prefix_cache_stats = manager.take_prefix_cache_stats()
         if prefix_cache_stats is not None:
             stats.prefix_cache_stats = prefix_cache_stats
+        for gate in self.waiting.gates:
+            gate.add_stats(stats)
         return stats
 
     def make_snapshot(self) -> EngineSnapshot:

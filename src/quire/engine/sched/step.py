@@ -129,6 +129,7 @@ class StepBuilder:
                 lora_request=request.lora_request,
                 prompt_embeds=request.origin.prompt_embeds,
                 prompt_is_token_ids=request.origin.prompt_is_token_ids,
+                lora_revision=request.lora_revision,
             )
         )
         request.unsent_token_ids = []

@@ -15,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.tokenizer_json import find_vocabulary
 from quire.engine.request import Request
+from quire.engine.sched.interface import AdmissionGate
 from quire.engine.structured_output.backend import GrammarBackend, place_form
 from quire.engine.structured_output.compiler import CompilerSetup
 from quire.engine.structured_output.request import StructuredOutputRequest
@@ -29,7 +30,7 @@ END_S = 5.0
 """Seconds that `clear_backend` waits for the compiler's thread."""
 
 
-class StructuredOutputManager:
+class StructuredOutputManager(AdmissionGate):
     """Owns the backend and a thread that compiles, both made when the first request with a grammar comes.
 
     `grammar_init` may be called from any thread (the core's input thread); everything else belongs to the scheduler's.
@@ -37,9 +38,16 @@ class StructuredOutputManager:
     """
 
     def __init__(
-        self, make_backend: Callable[[Request | None], GrammarBackend], *, jumps: bool = False, preloads: bool = False
+        self,
+        make_backend: Callable[[Request | None], GrammarBackend],
+        *,
+        jumps: bool = False,
+        preloads: bool = False,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`make_backend` gets the first request with a grammar, or None from `preload`."""
+        """`make_backend` gets the first request with a grammar, or None from `preload`. `wake` is called on the
+        compiler's thread when a compilation has ended."""
+        self._wake = wake
         self._make_backend = make_backend
         self._jumps = jumps
         self._preloads = preloads
@@ -95,6 +103,7 @@ class StructuredOutputManager:
             structured.compiling.set_exception(e)
         else:
             structured.compiling.set_result(grammar)
+        self._wake()
 
     def _backend_for(self, request: Request) -> GrammarBackend:
         backend, params = self._backend, request.sampling_params
@@ -173,13 +182,16 @@ PRELOAD_VOCAB_SIZE = 50_000
 more. The library is loaded there, too."""
 
 
-def make_structured_output_manager(config: EngineConfig) -> StructuredOutputManager:
+def make_structured_output_manager(
+    config: EngineConfig, wake: Callable[[], None] = lambda: None
+) -> StructuredOutputManager:
     """Returns a manager that costs nothing until a request has a grammar, except after `preload`."""
     model = config.model_config
     return StructuredOutputManager(
         partial(_make_backend, config),
         jumps=config.structured_outputs_config.grammar_jump_forward,
         preloads=_is_slow_to_load(config) and model.pooling is None and _has_vocabulary(model),
+        wake=wake,
     )
 
 

@@ -8,7 +8,8 @@ verb                                       answer lost in a restart             
 pause_scheduler, resume_scheduler, sleep,  called again                               paused, asleep as before
 release_kv_cache_memory, wake_up
 update_weights                             called again                               loaded again, same version
-add_lora, remove_lora, pin_lora            called again                               loaded again
+add_lora, remove_lora, pin_lora            called again                               registered again, by one
+                                                                                      call of register_loras
 reset_*_cache                              called again                               a new core has empty caches
 is_*, get_*, list_*                        called again                               nothing to restore
 collective_rpc, profile, every other       EngineDeadError: it may or may not have    lost; the caller of a worker
@@ -24,10 +25,14 @@ import itertools
 from enum import Enum
 from typing import Any, NamedTuple
 
+import msgspec
+
 from quire.errors import EngineDeadError
 from quire.frontend.supervision.quarantine import CoreDeath
+from quire.lora_request import LoRARequest
 from quire.wire.engine_core import UtilityOutput
-from quire.wire.utility import UTILITIES
+from quire.wire.lora import AdapterInfo, RegisteredAdapter
+from quire.wire.utility import UTILITIES, convert_result
 
 UtilityCall = tuple[str, tuple[Any, ...]]
 """A control verb and its arguments."""
@@ -43,15 +48,15 @@ class ControlState:
 
     def __init__(self) -> None:
         self._weights: UtilityCall | None = None
-        self._loras: dict[int, list[UtilityCall]] = {}
+        self._adapters: dict[int, RegisteredAdapter] = {}
         self._pause: UtilityCall | None = None
         self._sleep: list[UtilityCall] = []
 
     def calls(self) -> list[UtilityCall]:
         """Returns the calls: weights first, then adapters, then pause and sleep."""
         calls = [] if self._weights is None else [self._weights]
-        for lora_calls in self._loras.values():
-            calls += lora_calls
+        if self._adapters:
+            calls.append(("register_loras", (list(self._adapters.values()),)))
         calls += [] if self._pause is None else [self._pause]
         return calls + self._sleep
 
@@ -69,16 +74,17 @@ class ControlState:
             self._pause, self._sleep = None, []
         elif method == "wake_up":
             self._sleep.append((method, args))
-        elif method in ("add_lora", "pin_lora", "remove_lora"):
-            self._note_lora(method, args)
-
-    def _note_lora(self, method: str, args: tuple[Any, ...]) -> None:
-        if method == "remove_lora":
-            self._loras.pop(args[0], None)
         elif method == "add_lora":
-            self._loras[args[0].lora_int_id] = [(method, args)]
-        else:
-            self._loras.setdefault(args[0], []).append((method, args))
+            self._note_adapter(msgspec.convert(args[0], LoRARequest), convert_result(method, result))
+        elif method == "remove_lora":
+            self._adapters.pop(args[0], None)
+        elif method == "pin_lora" and args[0] in self._adapters:
+            self._adapters[args[0]].is_pinned = True
+
+    def _note_adapter(self, lora: LoRARequest, info: AdapterInfo) -> None:
+        known = self._adapters.get(lora.lora_int_id)
+        is_pinned = known is not None and known.is_pinned
+        self._adapters[lora.lora_int_id] = RegisteredAdapter(lora, info.revision, info.digest, is_pinned)
 
 
 def _mode_on_empty_core(args: tuple[Any, ...], position: int) -> str:

@@ -34,23 +34,44 @@ ENGINE_CORE = "quire.engine.core:EngineCore"
 RUN_UTILITY = "quire.engine.lifecycle:run_utility"
 
 
+NEWS_INTERVAL_S = 0.5
+"""Longest wait for another thread at once: pinned adapters are loaded some time after they were registered."""
+
+
 class InprocClient(EngineCoreClient):
     """Builds the core and drives it. Its composition is by dotted name: the frontend does not import the engine."""
 
-    def __init__(self, config: EngineConfig, *, log_stats: bool) -> None:
+    def __init__(self, config: EngineConfig, *, log_stats: bool, wake: Callable[[], None] | None = None) -> None:
+        """`wake` is called on any thread when a core that `has_work` found idle may have work; None: `get_output` waits
+        for that itself."""
         executor_class = resolve(config.parallel_config.executor_class)
-        self.engine_core = resolve(ENGINE_CORE)(config, executor_class, log_stats)
+        self._news = threading.Event()
+        self._can_wait = wake is None
+        wake = wake or self._news.set
+        self.engine_core = resolve(ENGINE_CORE)(config, executor_class, log_stats, wake=wake)
         self.ready_response = self.engine_core.ready_response
         self._run_utility = resolve(RUN_UTILITY)
 
     def get_output(self) -> EngineCoreOutputs:
+        self._await_news(self.engine_core.is_blocked)
         outputs, model_executed = self.engine_core.step_fn()
         self.engine_core.post_step(model_executed)
         return (outputs or {}).get(0) or EngineCoreOutputs()
 
     def has_work(self) -> bool:
         """Returns True if `get_output` would run a step, or has outputs to give."""
-        return bool(self.engine_core.has_work())
+        return bool(self.engine_core.has_work()) and not self.engine_core.is_blocked()
+
+    def take_news(self) -> None:
+        """Takes in what `wake` has announced."""
+        self.engine_core.take_news()
+
+    def _await_news(self, is_waiting: Callable[[], bool]) -> None:
+        """Waits as long as `is_waiting`: another thread compiles a grammar or loads an adapter meanwhile."""
+        while self._can_wait and is_waiting():
+            self._news.wait(NEWS_INTERVAL_S)
+            self._news.clear()
+            self.engine_core.take_news()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         core_request, wave = self.engine_core.preprocess_add_request(request)
@@ -64,7 +85,11 @@ class InprocClient(EngineCoreClient):
         """Calls a verb of the core. `collective_rpc` takes functions, too: they cross no process."""
         if method == "collective_rpc" and callable(args[0]):
             return list(self.engine_core.executor.collective_rpc(*args))
-        return self._run_utility(self.engine_core, method, args)
+        result = self._run_utility(self.engine_core, method, args)
+        if self._can_wait and isinstance(result, Future):
+            self._await_news(lambda: not result.done())
+            return result.result()
+        return result
 
     def shutdown(self) -> None:
         self.engine_core.shutdown()
@@ -150,7 +175,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
 
     def _run(self, config: EngineConfig, log_stats: bool, started: Future[EngineCoreReadyResponse]) -> None:
         try:
-            core = InprocClient(config, log_stats=log_stats)
+            core = InprocClient(config, log_stats=log_stats, wake=lambda: self._commands.put(_wake_up))
         except BaseException as e:
             started.set_exception(e)
             return
@@ -208,7 +233,9 @@ class AsyncInprocClient(AsyncEngineCoreClient):
 
 
 def _wake_up(core: InprocClient | None) -> None:
-    """A command that only wakes the thread."""
+    """A command that wakes the thread."""
+    if core is not None:
+        core.take_news()
 
 
 def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:

@@ -161,7 +161,7 @@ class EngineLink:
         num_dropped = 0
         for output in outputs.outputs:
             entry = on_core.get(output.request_id)
-            if entry is None or entry.standing or output.finish_reason is not None:
+            if entry is None or entry.standing or output.finish_reason is not None or output.adapter is not None:
                 if not self._take_unusual(entry, output):
                     output.request_id = ""
                     num_dropped += 1
@@ -362,6 +362,7 @@ def _is_farewell(output: EngineCoreOutput) -> bool:
 def _strip_first_output(output: EngineCoreOutput) -> None:
     """Removes what a core sends with a request's first output if its user has had it already."""
     output.prefill_stats = output.new_prompt_logprobs_tensors = None
+    output.adapter = None
     if output.events:
         output.events = [event for event in output.events if event.type is EngineCoreEventType.PREEMPTED] or None
 

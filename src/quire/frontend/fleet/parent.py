@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig, encode_config
 from quire.errors import ConfigError, NotFoundError, QuireError, ServerError, make_error
+from quire.frontend.adapters import AdapterTable, ServedAdapter, answer_peer, load_modules, make_door
 from quire.frontend.client.mp import AsyncMPClient, make_client_addresses
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
@@ -152,6 +153,7 @@ class ApiProcesses:
         self.are_ready = asyncio.Event()
         self.call_core: Callable[..., Any] | None = None
         """Calls a control verb that changes the core."""
+        self.adapters: AdapterTable | None = None
         self.metrics: FleetMetrics | None = None
         """None where statistics are off."""
 
@@ -283,6 +285,10 @@ class ApiProcesses:
                 logger.warning("API process %d is left out of %s: %s", index, method, words)
         return answers
 
+    async def note_adapter(self, name: str, adapter: ServedAdapter | None) -> None:
+        """Reports to all processes that a name has another adapter, or none."""
+        await self.ask_all("adapter", name, adapter)
+
     async def _handle_own(self, source: int, call: PeerMessage) -> Any:
         match call.method, call.args:
             case "join", ():
@@ -293,6 +299,8 @@ class ApiProcesses:
                 self._failures[source] = make_error(error_type, message, ServerError)
             case "control", (method, args) if self.call_core is not None:
                 return await self.call_core(method, *args)
+            case "adapters", (str() as operation, *args) if self.adapters is not None:
+                return await answer_peer(self.adapters, operation, *args)
             case "metrics", () if self.metrics is not None:
                 return encode_report(await self.metrics.gather())
             case "report", (None | bytes() as report, bool() as is_final) if self.metrics is not None:
@@ -367,13 +375,15 @@ def serve_with_processes(
                 link=owner,
             )
         processes.call_core = client.call_utility_async
+        names = config.model_config.names
+        processes.adapters = AdapterTable(make_door(config), client.call_utility_async, names, processes.note_adapter)
         core = _SharedCore(
             client,
             EngineWatch(config, client, log_stats=log_stats),
             CrashAttribution(owner, client.ask_link, processes.ask_all),
         )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
-        asyncio.run(_run(processes, core, drain_s, on_ready))
+        asyncio.run(_run(processes, core, drain_s, on_ready, server.lora_modules))
     finally:
         processes.kill()
         listeners.close()  # before the core ends, so that new clients are refused at once
@@ -390,8 +400,12 @@ class _SharedCore(NamedTuple):
     attribution: CrashAttribution
 
 
-async def _run(processes: ApiProcesses, core: _SharedCore, drain_s: float, on_ready: Callable[[], None]) -> None:
+async def _run(
+    processes: ApiProcesses, core: _SharedCore, drain_s: float, on_ready: Callable[[], None], modules: Sequence[str]
+) -> None:
     stats = core.watch.stats
+    if processes.adapters is not None:
+        await load_modules(processes.adapters, modules)  # the processes wait until they may join
     with StopSignals() as stop:
         helpers = [
             asyncio.create_task(_report_ready(processes, on_ready)),

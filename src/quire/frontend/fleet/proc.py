@@ -22,6 +22,7 @@ import msgspec
 
 from quire.config.server import decode_config, decode_server_config
 from quire.errors import NotFoundError, QuireError, ServerError, error_name
+from quire.frontend.adapters import AdapterRegistry, RemoteTable
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.link import Verdict
 from quire.frontend.client.mp import AsyncMPClient
@@ -38,7 +39,7 @@ from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.collect.facts import Load
 from quire.frontend.metrics.publish.stat_loggers import LoggingStatLogger, RecentRequests
 from quire.frontend.metrics.server_metrics import ServerMetrics
-from quire.frontend.openai.app import add_parts, build_app
+from quire.frontend.openai.app import add_parts, build_app, load_adapters
 from quire.frontend.openai.responses.store import OPERATIONS, ServerResponses
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.logger import init_logger
@@ -66,6 +67,7 @@ class PeerServices:
             "convict": self._convict,
             "core_gone": self._note_core_gone,
             "stop": self._end,
+            "adapter": self._note_adapter,
             "response_events": responses.events_from,
             **{name: partial(operation, responses) for name, operation in OPERATIONS.items()},
         }
@@ -107,6 +109,11 @@ class PeerServices:
         link = self._client.link
         assert isinstance(link, MemberLink)  # made with addresses of a member
         return link
+
+    async def _note_adapter(self, name: str, adapter: Any) -> None:
+        names = self._state.part(AdapterRegistry).names
+        assert isinstance(names, RemoteTable)  # there are several processes
+        names.note(name, adapter)
 
     async def _end(self, is_hurried: bool) -> None:
         (self._stop.hurry if is_hurried else self._stop.ask)()
@@ -156,6 +163,7 @@ class ApiServer:
         state = self._make_state(link)
         self._services = PeerServices(state, client, self._stop)
         await link.call("join")
+        await load_adapters(state)
         async with self._exchanging_metrics(link, state.metrics):
             await serve(
                 state,

@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import ClientError, NotFoundError, ValidationError
+from quire.frontend.adapters import ServedAdapter
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import Body, BodyReader, RequestBody
 from quire.frontend.http.errors import ErrorShape, HttpError, UnavailableError, error_body, error_response, note_error
@@ -71,6 +72,8 @@ class Exchange:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         self.size = 0
         """Bytes of the body, and of the stored conversation it continues."""
+        self.adapter: ServedAdapter | None = None
+        """The adapter that the request names as its model: its engine requests have it."""
         self._content: bytes | None = None
         self._body: RequestBody | None = None
 
@@ -78,6 +81,11 @@ class Exchange:
     def owner(self) -> bytes:
         """Digest of the API key that the request has shown; empty where the server has no keys."""
         return self.state.gatekeeper.owner_of(self.request)
+
+    async def find_model(self, name: str | None) -> str:
+        """Returns the model's name for the answer, and notes its adapter. Raises as `ServerState.find_model`."""
+        found, self.adapter = await self.state.find_model(name)
+        return found
 
     def query_switch(self, name: str, default: bool) -> bool:
         """Returns a boolean parameter of the query. Raises ValidationError."""

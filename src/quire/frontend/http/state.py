@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from quire.config.model import ModelConfig
 from quire.config.server import ServerConfig
 from quire.errors import NotFoundError, ValidationError
+from quire.frontend.adapters import AdapterRegistry, ServedAdapter
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.auth import Gatekeeper, Tenants
 from quire.frontend.http.engine_view import RequestWatch, SnapshotSource
@@ -20,6 +21,8 @@ from quire.version import __version__
 from quire.wire.peers import SharedCount
 
 Part = TypeVar("Part")
+MAX_SHOWN_ADAPTERS = 20
+"""Number of adapters that the refusal of an unknown name lists."""
 
 
 class Lifecycle:
@@ -114,17 +117,23 @@ class ServerState:
         """Name of the model in answers to requests that give none."""
         return self.model_names[0]
 
-    def check_model(self, name: str | None) -> str:
-        """Returns the model's name for the answer. Raises NotFoundError for a name that is not served."""
+    async def find_model(self, name: str | None) -> tuple[str, ServedAdapter | None]:
+        """Returns the model's name for the answer, and the adapter where it is one's. Raises NotFoundError for a name
+        that is not served, and ClientError for an adapter that cannot be used."""
         if name is None or name == "":
-            return self.model_name
-        if name not in self.model_names:
+            return self.model_name, None
+        if name in self.model_names:
+            return name, None
+        registry = self.part(AdapterRegistry)
+        adapter = await registry.find(name)
+        if adapter is None:
+            known = [*self.model_names, *(known for known, _ in registry.list()[:MAX_SHOWN_ADAPTERS])]
             raise NotFoundError(
-                f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)} "
+                f"the model {name[:200]!r} is not served here; there is {', '.join(known)} "
                 "(--served-model-name gives it other names)",
                 param="model",
             )
-        return name
+        return name, adapter
 
     def check_num_outputs(self, num_outputs: int) -> None:
         """Raises ValidationError for more outputs than one request may have."""

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from quire import envs
 from quire.config.engine import CacheConfig, EngineConfig
-from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, NANS, SPEC_DECODE
+from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, LORA, NANS, SPEC_DECODE
 from quire.frontend.metrics.collect.events import ControlOperations, IterationStats
-from quire.frontend.metrics.collect.facts import NO_DRAFTS, AdapterLoad, FrontendFacts, Load
+from quire.frontend.metrics.collect.facts import NO_DRAFTS, AdapterLabels, AdapterLoad, FrontendFacts, Load
 from quire.frontend.metrics.collect.ledger import RequestLedger, add_counts
 from quire.frontend.metrics.collect.saturation import EngineLimits, Saturation, SaturationMeter
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
@@ -98,6 +98,7 @@ class FrontendStats:
         self._reported_load: Load | None = None
         self._core: CoreHistory | None = None
         self._rejections: Mapping[str, int] = {}
+        self._adapters = AdapterLabels(config.lora_config.max_loras or 0)
         scheduler = config.scheduler_config
         self._saturation = SaturationMeter(
             EngineLimits(
@@ -151,6 +152,8 @@ class FrontendStats:
                 self._own_counts[NO_DRAFTS] = int(not step.spec_decoding_stats.is_enabled)
             if len(self._steps) >= MAX_STEPS_KEPT:
                 self._feed_saturation()
+        if batch is not None and batch.tokens_of_adapters:
+            batch.tokens_of_adapters = self._adapters.relabel(batch.tokens_of_adapters)
         if step is not None or batch is not None:
             self.loggers.record(step, batch, outputs.engine_index)
 
@@ -224,7 +227,7 @@ class FrontendStats:
             sleep_time=self.operations.sleep_time,
             operations_in_flight=dict(self.operations.in_flight),
             adapters=AdapterLoad.count(adapters),
-            max_lora=0,
+            max_lora=self._adapters.max_lora,
         )
 
 
@@ -235,6 +238,7 @@ def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsS
         KV_SAMPLING: config.cache_config.kv_cache_metrics,
         NANS: envs.COMPUTE_NANS_IN_LOGITS.flag(),
         SPEC_DECODE: drafting is not None,
+        LORA: config.lora_config.enable_lora,
         LEGACY_NAMES: observability.show_hidden_metrics_for_version is not None,
     }
     return MetricsSetup(

@@ -6,6 +6,7 @@ A new endpoint is a file under `routes/` with its `ENDPOINTS`, and a row in `ROU
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.frontend.adapters import AdapterNames, AdapterRegistry, AdapterTable, RemoteTable, load_modules
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint
 from quire.frontend.http.errors import error_response, http_status_error, unknown_route, wrong_method
@@ -27,6 +29,7 @@ from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.rendering import PromptRenderer
 from quire.frontend.openai.responses.store import LocalResponses, ResponseStore, ServerResponses
 from quire.frontend.openai.routes import (
+    adapters,
     admin,
     batch,
     chat,
@@ -42,6 +45,7 @@ from quire.frontend.openai.routes import (
     tokens,
 )
 from quire.resolve import resolve
+from quire.wire.peers import PARENT
 
 ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     server.ENDPOINTS,
@@ -57,6 +61,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     invocations.ENDPOINTS,
     pages.ENDPOINTS,
     admin.ENDPOINTS,
+    adapters.ENDPOINTS,
 )
 """All endpoints, one row per file of `routes/`."""
 ADMIN_PATHS = frozenset(e.path for router in ROUTERS for e in router if e.access is Access.ADMIN)
@@ -67,12 +72,31 @@ def add_parts(state: ServerState) -> ServerState:
     the model."""
     engine, config, member = state.engine, state.config, state.member
     templates = engine.tokenizer.chat_templates if engine.tokenizer is not None else {}
+    door = engine.pipeline.input_processor.adapters
+    names: AdapterNames = (
+        AdapterTable(door, engine.engine_core.call_utility_async, state.model_names)
+        if member.is_alone
+        else RemoteTable(partial(member.peers.call, PARENT, "adapters"))
+    )
+    state.add_part(AdapterRegistry(names, door.config))
     state.add_part(PromptRenderer(engine, config))
     state.add_part(ChatFormat(config, templates.get("tool_use", templates.get("default"))))
     max_num, max_bytes = config.max_stored_responses, config.max_stored_response_bytes
     store = ResponseStore(-(-max_num // member.num_processes), max_bytes // member.num_processes)
     state.add_part(ServerResponses(LocalResponses(store), member))
     return state
+
+
+async def load_adapters(state: ServerState) -> None:
+    """Gets the adapters of a server before it answers: it loads those of --lora-modules, or the server's parent did.
+
+    Raises the error of one that cannot be served.
+    """
+    names = state.part(AdapterRegistry).names
+    if isinstance(names, RemoteTable):
+        await names.refresh()
+    else:
+        await load_modules(names, state.config.lora_modules)
 
 
 def endpoints_of(config: ServerConfig, *, is_admin: bool) -> list[Endpoint]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError, ValidationError
+from quire.frontend.adapters import ServedAdapter
 from quire.frontend.admission import estimate_text_tokens
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.embeds import Embeds
@@ -88,8 +89,10 @@ class PromptRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> str:
-        """Returns the prompt text of a conversation. Raises ValidationError."""
+        """Returns the prompt text of a conversation: by the template of the request, else that of its adapter, else the
+        model's. Raises ValidationError."""
         if self._tokenizer is None:
             raise ValidationError(
                 "a conversation needs the tokenizer, and the engine was started with --skip-tokenizer-init; use "
@@ -105,7 +108,7 @@ class PromptRenderer:
         text = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=chat_template,
+            chat_template=adapter.chat_template if chat_template is None and adapter is not None else chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             content_format=self._content_format,
@@ -302,6 +305,7 @@ async def render_prompts(
             add_generation_prompt=each.add_generation_prompt,
             continue_final_message=each.continue_final_message,
             variables=each.template_variables(),
+            adapter=exchange.adapter,
         )
         prompt = renderer.splice(text, embeds, options) if embeds.arrays else text
         prediction = "" if each.prediction is None else each.prediction.text

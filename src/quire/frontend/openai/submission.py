@@ -149,6 +149,7 @@ class Submission:
                 params.seed = self._exchange.request.scope.get(DEFAULT_SEED)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         headers = self._exchange.request.headers
+        adapter = self._exchange.adapter
         trace_headers = {name: headers[name][:MAX_TRACE_HEADER_CHARS] for name in TRACE_HEADERS if name in headers}
         for index, prompt in enumerate(prompts):
             if index > 1:
@@ -159,6 +160,7 @@ class Submission:
                 params=each[index],
                 priority=priority,
                 trace_headers=trace_headers or None,
+                lora_request=None if adapter is None else adapter.request,
                 reservation=self._rooms.popleft(),
             )
             collector = await self._engine.add_new(new)

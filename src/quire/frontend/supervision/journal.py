@@ -30,6 +30,7 @@ class JournalEntry:
     """One live request."""
 
     __slots__ = (
+        "adapter",
         "num_acquittals",
         "num_deaths",
         "num_sends",
@@ -43,6 +44,8 @@ class JournalEntry:
         self.request = request
         self.output_token_ids = array("i")
         """Tokens the core has generated."""
+        self.adapter = request.adapter
+        """The revision of its adapter that its outputs come from; None before the first."""
         self.standing = Standing.HELD
         self.wire_id = request.request_id
         """Id of the request at the core: its own, with a number after it if this core was sent it more than once."""
@@ -66,13 +69,17 @@ class JournalEntry:
     def take_in(self, output: EngineCoreOutput) -> None:
         """Takes in an output that does not end the request. Raises OverflowError for a number that is no token id."""
         self.output_token_ids.fromlist(output.new_token_ids)
+        if output.adapter is not None:
+            self.adapter = output.adapter
 
     def make_request(self) -> EngineCoreRequest:
         """Returns the request to send to a core that knows nothing of it."""
         if not self.output_token_ids and self.wire_id == self.request_id:
             return self.request
         output_token_ids = [*self.request.output_token_ids, *self.output_token_ids]
-        return msgspec.structs.replace(self.request, request_id=self.wire_id, output_token_ids=output_token_ids)
+        return msgspec.structs.replace(
+            self.request, request_id=self.wire_id, output_token_ids=output_token_ids, adapter=self.adapter
+        )
 
 
 def num_tokens_of(request: EngineCoreRequest) -> int:

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
 from quire.worker.kernels.packs import Packs
 from quire.worker.kernels.specs import (
     PLAIN,
@@ -32,6 +33,9 @@ from quire.worker.sample.kernel import SamplingKernel
 class LinearKernel(Protocol):
     """y = x W^T + b, and what the spec adds."""
 
+    site: AdapterSite | None
+    """Adapters of this map, made by the same `Kernels` for its sizes and the type of x; None, at first: none."""
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [n, in_features] to [n, out_features]; `residual`, of that shape, is added last."""
         ...
@@ -39,6 +43,11 @@ class LinearKernel(Protocol):
 
 class EmbeddingKernel(Protocol):
     """A table of vectors, which may also be a logits head."""
+
+    lookup_site: AdapterSite | None
+    """Adapters of `lookup`: a site whose inputs are the vectors and whose outputs are their elements."""
+    project_site: AdapterSite | None
+    """Adapters of `project`: a site whose outputs are the vectors. Its batch has a row for each row of logits."""
 
     def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         """ids: [n] int64 to [n, dim]; `residual`, of that shape, is added."""
@@ -223,3 +232,26 @@ class Kernels(ABC):
     @abstractmethod
     def sampling(self) -> SamplingKernel:
         """Makes the sampling kernel."""
+
+    @abstractmethod
+    def adapter_batch(self) -> AdapterBatch:
+        """Makes a batch without segments."""
+
+    @abstractmethod
+    def adapter_site(
+        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
+    ) -> AdapterSite:
+        """Makes the site of a linear map on inputs of `dtype`. `parts` are the rows of its weight from top to bottom,
+        by what an adapter may change by itself: q, k, v; gate, up; or all rows."""
+
+    @abstractmethod
+    def pack_low_rank(
+        self,
+        parts: Sequence[LowRank | None],
+        in_features: int,
+        part_sizes: Sequence[int],
+        gated: bool,
+        dtype: torch.dtype,
+    ) -> PackedLowRank:
+        """Packs an adapter's change of a site; None: it does not change the part. Any thread may call it at any time.
+        Raises ValueError if shapes do not fit."""

@@ -41,7 +41,15 @@ from quire.worker.kernels.library import (
 from quire.worker.kernels.library import ACTIVATIONS as ACTIVATIONS
 from quire.worker.kernels.library import DTYPES as DTYPES
 from quire.worker.kernels.library import with_packed_rows as with_packed_rows
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
 from quire.worker.kernels.native_latent import NativeBatchedLinear, NativeLatent
+from quire.worker.kernels.native_lora import (
+    LowRankShape,
+    NativeAdapterBatch,
+    NativeAdapterSite,
+    NativeLowRank,
+    set_site,
+)
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
 from quire.worker.kernels.native_sampling import NativeSampling
@@ -167,6 +175,24 @@ class NativeKernels(Kernels):
     def sampling(self) -> SamplingKernel:
         return NativeSampling(self.context)
 
+    def adapter_batch(self) -> AdapterBatch:
+        return NativeAdapterBatch()
+
+    def adapter_site(
+        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
+    ) -> AdapterSite:
+        return NativeAdapterSite(batch, LowRankShape(in_features, tuple(parts), gated, dtype))
+
+    def pack_low_rank(
+        self,
+        parts: Sequence[LowRank | None],
+        in_features: int,
+        part_sizes: Sequence[int],
+        gated: bool,
+        dtype: torch.dtype,
+    ) -> PackedLowRank:
+        return NativeLowRank(self.context.library, parts, LowRankShape(in_features, tuple(part_sizes), gated, dtype))
+
 
 class Matrix:
     """A weight in the library's layout (csrc/layout.h), the same for every instruction set.
@@ -234,6 +260,17 @@ class NativeLinear:
         self._handle = matrix.context.handle
         self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
         self._widen = NativeActivation(matrix.context, torch.float32)
+        self._site: AdapterSite | None = None
+
+    @property
+    def site(self) -> AdapterSite | None:
+        return self._site
+
+    @site.setter
+    def site(self, site: AdapterSite | None) -> None:
+        matrix = self._matrix
+        set_site(matrix.context, self._args, site, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
+        self._site = site
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x) if x.dtype == self._matrix.dtype else self._widen(x)
@@ -257,6 +294,26 @@ class NativeEmbedding:
             dim=self._dim, dtype=DTYPES[table.dtype], packed=matrix is not None, table=self._table.data_ptr()
         )
         self._context, self._add = context, NativeActivation(context)
+        self._num_rows = table.shape[0]
+        self._lookup_site: AdapterSite | None = None
+
+    @property
+    def lookup_site(self) -> AdapterSite | None:
+        return self._lookup_site
+
+    @lookup_site.setter
+    def lookup_site(self, site: AdapterSite | None) -> None:
+        set_site(self._context, self._args, site, self._num_rows, self._dim)
+        self._lookup_site = site
+
+    @property
+    def project_site(self) -> AdapterSite | None:
+        return None if self._head is None else self._head.site
+
+    @project_site.setter
+    def project_site(self, site: AdapterSite | None) -> None:
+        assert self._head is not None, "this table is no logits head"
+        self._head.site = site
 
     def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         y = torch.empty((ids.shape[0], self._dim), dtype=self._dtype)

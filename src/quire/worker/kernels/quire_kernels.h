@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 9
+#define QK_ABI_VERSION 10
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -44,6 +44,51 @@ QK_EXPORT const char* qk_instruction_set(int32_t n);
 /* NULL if the CPU lacks the instruction set. `num_threads` counts the calling thread. */
 QK_EXPORT qk_context* qk_create(int32_t num_threads, const char* instruction_set);
 QK_EXPORT void qk_destroy(qk_context* context);
+
+/* -- adapters: low-rank changes of linear layers ------------------------------------------------------------------------ */
+
+/* A row with an adapter gets sums of x W^T + h B^T + bias, h = scale * (x A^T) being rounded to the type of x. h are float32 sums, and
+ * what they give is added to the float32 sums of x W^T before all else. A row without adapter takes no part in any of it. */
+typedef struct {
+    int64_t num_h;       /* a multiple of 16 */
+    int64_t block_bytes; /* from 16 h to the next in a */
+    const void* a;       /* 16 h in each block, as outputs stand in packed weights: tile after tile */
+    const void* b;       /* block after block of 16 outputs in the order of packed weights, each with the lines of its h */
+    const float* scales; /* [num_h] */
+    const float* bias;   /* [blocks, 16]; NULL for none */
+    const int32_t* ranges; /* [blocks, 3]: a block's first h, its lines of 64 bytes, and where they begin in b, in lines */
+} qk_low_rank;
+
+typedef struct {
+    /* Rows starts[i] to starts[i + 1] have the adapter slots[i], or none (-1), as those behind the last segment. */
+    int64_t segments; /* 0: no row has an adapter */
+    const int64_t* starts; /* [segments + 1], the first is 0 */
+    const int32_t* slots;
+} qk_adapter_batch;
+
+/* Of one linear layer. Address and fields stay; what they point to may change between two calls. */
+typedef struct {
+    const qk_adapter_batch* batch;
+    const qk_low_rank* const* by_slot; /* NULL: the adapter does not change this layer */
+} qk_adapter_site;
+
+typedef struct {
+    int64_t n, k; /* outputs (of each half, if gated) and inputs of the layer */
+    int32_t dtype; /* of a and b */
+    int32_t gated;
+    int64_t parts;
+    const int64_t* sizes;  /* [parts] outputs of each, from top to bottom: n, or 2 n in all */
+    const int64_t* ranks;  /* [parts]; 0: the part is not changed */
+    const float* scales;   /* [parts] */
+    const void* const* a;  /* [parts] of [rank, k]; NULL: `packed` is filled already */
+    const void* const* b;  /* [parts] of [size, rank] */
+    const float* const* biases; /* [parts] of [size], which get the scale, too; NULL for none */
+    void* packed; /* at a multiple of 64 */
+} qk_pack_low_rank_args;
+/* Bytes of `packed`, which is not read. */
+QK_EXPORT int64_t qk_low_rank_bytes(const qk_pack_low_rank_args* args);
+/* Fills `packed`, and `low_rank`, which points into it. Any thread may call it. */
+QK_EXPORT void qk_pack_low_rank(const qk_pack_low_rank_args* args, qk_low_rank* low_rank);
 
 /* -- linear layers on packed weights ---------------------------------------------------------------------------------- */
 
@@ -82,6 +127,7 @@ typedef struct {
     int64_t x_stride;
     void* y; /* [m, n] */
     int64_t y_stride;
+    const qk_adapter_site* adapters; /* NULL for none */
 } qk_linear_args;
 QK_EXPORT void qk_linear(qk_context* context, const qk_linear_args* args);
 
@@ -220,6 +266,7 @@ typedef struct {
     const void* table;
     const int64_t* ids;
     void* y; /* [rows, dim] */
+    const qk_adapter_site* adapters; /* of a layer whose inputs are 1 at a row's id and 0 elsewhere; NULL for none */
 } qk_gather_args;
 QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 

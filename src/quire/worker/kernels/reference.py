@@ -22,6 +22,8 @@ from quire.worker.kernels.base import (
     RotationKernel,
     RouterKernel,
 )
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
+from quire.worker.kernels.reference_lora import TorchAdapterBatch, TorchAdapterSite, TorchLowRank
 from quire.worker.kernels.specs import (
     LOGITS,
     PLAIN,
@@ -50,13 +52,13 @@ class TorchKernels(Kernels):
     keeps_weights: ClassVar[bool] = True
 
     def linear(self, weight: Tensor, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        return functools.partial(linear, weight=weight, bias=bias, spec=spec)
+        return TorchLinear(linear, weight, bias, spec)
 
     def can_quantize(self, weight: QuantizedWeight) -> bool:
         return True
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec = PLAIN) -> LinearKernel:
-        return functools.partial(quantized_linear, weight=weight, bias=bias, spec=spec)
+        return TorchLinear(quantized_linear, weight, bias, spec)
 
     def embedding(self, table: Tensor, head: LinearSpec | None) -> EmbeddingKernel:
         return TorchEmbedding(table, head or LOGITS)
@@ -118,20 +120,73 @@ class TorchKernels(Kernels):
     def sampling(self) -> SamplingKernel:
         return TorchSampling()
 
+    def adapter_batch(self) -> AdapterBatch:
+        return TorchAdapterBatch()
+
+    def adapter_site(
+        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
+    ) -> AdapterSite:
+        return TorchAdapterSite(batch)
+
+    def pack_low_rank(
+        self,
+        parts: Sequence[LowRank | None],
+        in_features: int,
+        part_sizes: Sequence[int],
+        gated: bool,
+        dtype: torch.dtype,
+    ) -> PackedLowRank:
+        return TorchLowRank(parts, in_features, part_sizes, dtype)
+
+
+class TorchLinear:
+    """A linear layer: LinearKernel."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], weight: Tensor | QuantizedWeight, bias: Tensor | None, spec: LinearSpec
+    ) -> None:
+        """`function`: `linear` or `quantized_linear`."""
+        self._function = functools.partial(function, weight=weight)
+        self._bias, self._spec = bias, spec
+        self._sums = LinearSpec(float32_output=True, float32_inputs=spec.float32_inputs)
+        self.site: AdapterSite | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self._function(x, residual, bias=self._bias, spec=self._spec)
+        if self.site is not None:
+            assert isinstance(self.site, TorchAdapterSite)
+            for rows, low_rank in self.site.segments(len(x)):
+                sums = self._function(x[rows], bias=None, spec=self._sums) + low_rank.multiply(x[rows])
+                y[rows] = finish(sums, None if residual is None else residual[rows], self._bias, self._spec, y.dtype)
+        return y
+
 
 class TorchEmbedding:
     """A table of vectors: EmbeddingKernel."""
 
     def __init__(self, table: Tensor, head: LinearSpec) -> None:
         self._table = table
-        self._head = head
+        self._head = TorchLinear(linear, table, None, head)
+        self.lookup_site: AdapterSite | None = None
+
+    @property
+    def project_site(self) -> AdapterSite | None:
+        return self._head.site
+
+    @project_site.setter
+    def project_site(self, site: AdapterSite | None) -> None:
+        self._head.site = site
 
     def lookup(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         y = functional.embedding(ids, self._table)
+        if self.lookup_site is not None:
+            assert isinstance(self.lookup_site, TorchAdapterSite)
+            for rows, low_rank in self.lookup_site.segments(len(ids)):
+                y[rows] += low_rank.look_up(ids[rows])
         return y if residual is None else residual + y
 
     def project(self, x: Tensor) -> Tensor:
-        return linear(x, weight=self._table, bias=None, spec=self._head)
+        return self._head(x)
 
 
 def linear(

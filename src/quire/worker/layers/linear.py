@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import ActivationKernel, EmbeddingKernel, Kernels, LinearKernel
+from quire.worker.kernels.lora import AdapterSite
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import PLAIN, LinearSpec, XieluSpec, get_activation
 from quire.worker.layers.weights import KernelModule, forget, weight
@@ -38,7 +39,14 @@ class Linear(KernelModule):
         self.scheme: QuantizationScheme | None = None
         self._stored: QuantizedWeight | None = None
         self.quantized_bytes: int | None = None
+        self._site: AdapterSite | None = None
         self._kernel: LinearKernel | None = None
+
+    def set_site(self, site: AdapterSite) -> None:
+        """Gives the kernel, and those made later, the place where adapters are installed."""
+        self._site = site
+        if self._kernel is not None:
+            self._kernel.site = site
 
     def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
         prefix, tensors = path + "." if path else "", dict(self.named_parameters(recurse=False))
@@ -66,6 +74,8 @@ class Linear(KernelModule):
             self._kernel = kernel = kernels.linear(self.weight.data, bias, self.spec)
         else:
             self._kernel = kernel = kernels.quantized_linear(weight, bias, self.spec)
+        if self._site is not None:
+            kernel.site = self._site
         if weight is not None or not kernels.keeps_weights:
             forget(self, "weight")
         return kernel
@@ -119,10 +129,25 @@ class Embedding(KernelModule):
         super().__init__()
         self.weight = weight(offset + num_embeddings, dim)
         self.head, self.offset = head, offset
+        self._sites: tuple[AdapterSite | None, AdapterSite | None] = None, None
         self._kernel: EmbeddingKernel | None = None
+
+    def set_sites(self, lookup: AdapterSite, project: AdapterSite | None) -> None:
+        """Gives the kernel, and those made later, the places where adapters of both uses are installed."""
+        self._sites = lookup, project
+        if self._kernel is not None:
+            self._give_sites(self._kernel)
+
+    def _give_sites(self, kernel: EmbeddingKernel) -> None:
+        lookup, project = self._sites
+        if lookup is not None:
+            kernel.lookup_site = lookup
+        if project is not None:
+            kernel.project_site = project
 
     def prepare(self, kernels: Kernels) -> EmbeddingKernel:
         self._kernel = kernel = kernels.embedding(self.weight.data[self.offset :], self.head)
+        self._give_sites(kernel)
         if not kernels.keeps_weights:
             forget(self, "weight")
         return kernel

@@ -30,6 +30,7 @@ class ModelRequest:
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
     prompt_embeds: None = None
+    lora_revision: int = 1
     skip_reading_prefix_cache: bool = False
     num_computed_tokens: int = 0
     num_preemptions: int = 0

@@ -18,7 +18,7 @@ from quire.engine.recording.format import (
 )
 from quire.engine.recording.recorder import Recorder, keyed_digest
 from quire.engine.request import Request
-from quire.engine.sched.interface import ObservedScheduler
+from quire.engine.sched.interface import AdmissionGate, ObservedScheduler
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.structured_output.request import GrammarVerdict, StructuredOutputRequest
 from quire.errors import GenerationError
@@ -62,7 +62,7 @@ class FakeGrammar(StructuredOutputRequest):
         return 1 if self.rng.random() < 0.5 else None
 
 
-class FakeGrammars:
+class FakeGrammars(AdmissionGate):
     """A structured-output manager."""
 
     def is_ready(self, request: Request) -> bool:
@@ -104,7 +104,8 @@ def watch(scheduler: Scheduler, *, clock: Any = None) -> tuple[TransparentSchedu
     events: list[AnyEvent] = []
     recorder = Recorder(events.append, keyed_digest(b"k" * 32), clock=0.0)
     grammars = recorder.watch_grammars(FakeGrammars())
-    scheduler.structured_output_manager = scheduler.waiting._structured_output_manager = grammars
+    scheduler.structured_output_manager = grammars
+    scheduler.waiting.gates = (grammars,)
     ticks = clock or _ticks()
     return TransparentScheduler(scheduler, [recorder], clock=lambda: next(ticks)), events
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.interface import AdmissionGate
 from quire.engine.structured_output.request import StructuredOutputRequest
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput
@@ -12,7 +13,7 @@ from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput
 from ..harness import Engine, digest, make_request, make_scheduler
 
 
-class Grammars:
+class Grammars(AdmissionGate):
     """Some requests are not ready yet."""
 
     def __init__(self, *pending: str) -> None:

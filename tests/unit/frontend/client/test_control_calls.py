@@ -9,8 +9,13 @@ import pytest
 from quire.engine.lifecycle import UTILITIES
 from quire.frontend.client.control_calls import REMEMBERED_VERBS, REPEATABLE_VERBS, ControlState
 from quire.lora_request import LoRARequest
+from quire.wire.lora import RegisteredAdapter
 
 LORA = LoRARequest("adapter", 7, "/l")
+MOVED = LoRARequest("adapter", 7, "/m", load_inplace=True)
+OTHER = LoRARequest("other", 8, "/o")
+INFO = [7, 3, "d", 1000, 8]
+"""An AdapterInfo as it comes off the wire."""
 Call = tuple[str, tuple[Any, ...], Any]
 
 
@@ -41,11 +46,28 @@ def state_after(*calls: Call) -> list[tuple[str, tuple[Any, ...]]]:
         ),
         ([("release_kv_cache_memory", ("keep",), None)], [("release_kv_cache_memory", ("keep",))]),
         ([("update_weights", ("/a",), "1"), ("update_weights", ("/b", "x"), "x")], [("update_weights", ("/b", "x"))]),
-        ([("add_lora", (LORA,), True), ("pin_lora", (7,), True)], [("add_lora", (LORA,)), ("pin_lora", (7,))]),
-        ([("add_lora", (LORA,), True), ("remove_lora", (7,), True)], []),
+        ([("add_lora", (LORA,), INFO)], [("register_loras", ([RegisteredAdapter(LORA, 3, "d")],))]),
         (
-            [("sleep", (1,), None), ("add_lora", (LORA,), True), ("update_weights", ("/a",), "1")],
-            [("update_weights", ("/a", "1")), ("add_lora", (LORA,)), ("sleep", (1, "abort"))],
+            [("add_lora", (LORA,), INFO), ("pin_lora", (7,), True)],
+            [("register_loras", ([RegisteredAdapter(LORA, 3, "d", is_pinned=True)],))],
+        ),
+        (  # reloaded from another directory
+            [("add_lora", (LORA,), INFO), ("pin_lora", (7,), True), ("add_lora", (MOVED,), [7, 4, "e", 1, 8])],
+            [("register_loras", ([RegisteredAdapter(MOVED, 4, "e", is_pinned=True)],))],
+        ),
+        (
+            [("add_lora", (LORA,), INFO), ("add_lora", (OTHER,), [8, 1, "f", 1, 8])],
+            [("register_loras", ([RegisteredAdapter(LORA, 3, "d"), RegisteredAdapter(OTHER, 1, "f")],))],
+        ),
+        ([("add_lora", (LORA,), INFO), ("remove_lora", (7,), True)], []),
+        ([("pin_lora", (9,), True)], []),  # a request has made it known; its requests do so again
+        (
+            [("sleep", (1,), None), ("add_lora", (["adapter", 7, "/l"],), INFO), ("update_weights", ("/a",), "1")],
+            [
+                ("update_weights", ("/a", "1")),
+                ("register_loras", ([RegisteredAdapter(LORA, 3, "d")],)),
+                ("sleep", (1, "abort")),
+            ],
         ),
     ],
 )
@@ -61,11 +83,12 @@ def test_every_verb_of_the_core_is_decided_about() -> None:
     assert UTILITIES.keys() - REPEATABLE_VERBS <= unrepeatable
 
 
-@pytest.mark.parametrize("verb", sorted(UTILITIES.keys() - {"add_lora", "remove_lora", "pin_lora"}))
+@pytest.mark.parametrize("verb", sorted(UTILITIES))
 def test_what_is_remembered_is_made_by_whoever_starts_cores(verb: str) -> None:
     """Every verb that changes the state, and no other, goes through the owner of a shared core."""
-    args: tuple[Any, ...] = ("/w", None) if verb == "update_weights" else ()
-    before: list[Call] = [("pause_scheduler", ("keep",), None), ("sleep", (1,), None)]
-    changes = state_after(*before, (verb, args, True)) != state_after(*before)
+    some: dict[str, tuple[Any, ...]] = {"update_weights": ("/w", None), "add_lora": (LORA,)}
+    args = some.get(verb, (8,) if verb in ("remove_lora", "pin_lora") else ())
+    before: list[Call] = [("pause_scheduler", ("keep",), None), ("sleep", (1,), None), ("add_lora", (OTHER,), INFO)]
+    changes = state_after(*before, (verb, args, INFO)) != state_after(*before)
     is_pause_again = verb == "pause_scheduler"
     assert (changes or is_pause_again) == (verb in REMEMBERED_VERBS)

@@ -22,7 +22,7 @@ from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCo
 
 
 class FakeCore:
-    def __init__(self, config: Any, executor_class: type, log_stats: bool) -> None:
+    def __init__(self, config: Any, executor_class: type, log_stats: bool, *, wake: Callable[[], None]) -> None:
         self.calls: list[Any] = [("init", executor_class, log_stats)]
         self.ready_response = "ready"
         self.lifecycle = self.executor = self
@@ -31,6 +31,9 @@ class FakeCore:
     def step_fn(self) -> Any:
         self.calls.append("step")
         return self.outputs, True
+
+    def is_blocked(self) -> bool:
+        return False
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[str, int]:
         return f"core {request.request_id}", 3

@@ -14,12 +14,15 @@ from quire.frontend.metrics.catalog.spec import (
     SPEC_DECODE,
     InfoSpec,
     MetricSpec,
+    Sample,
     each,
     labelled,
+    of_adapters,
     of_drafts,
     of_exchange,
     of_finished,
     of_ledger,
+    of_outputs,
     of_step,
 )
 from quire.frontend.metrics.catalog.vllm_rows import (
@@ -29,6 +32,7 @@ from quire.frontend.metrics.catalog.vllm_rows import (
     LEGACY,
     OPERATIONS,
 )
+from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.collect.facts import NO_DRAFTS
 from quire.frontend.metrics.collect.ledger import DISCARD_REASONS, FINISH_REASONS, REJECTION_REASONS
 from quire.frontend.metrics.collect.saturation import RESOURCES
@@ -39,7 +43,16 @@ UNUSED_REASONS = (
     *("ended", "aborted", "jumped", "context", "grammar", "cap", "budget", "blocks", "preempted", "invalid"),
     "abandoned",
 )
+LOAD_OUTCOMES = ("loaded", "failed")
+ADAPTER_STATES = ("cold", "loading", "ready", "failed")
 of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
+
+
+def _tokens_of_adapters(stats: IterationStats, which: int, total: int) -> list[Sample]:
+    """Returns the prompt tokens (`which` of 0) or generated ones (1) by adapter; "" for the others of `total`."""
+    samples = [((name,), float(tokens[which])) for name, tokens in stats.tokens_of_adapters.items()]
+    return [(("",), total - sum(count for _, count in samples)), *samples]
+
 
 LEDGER: tuple[MetricSpec, ...] = (
     of_ledger(
@@ -259,6 +272,68 @@ LEDGER: tuple[MetricSpec, ...] = (
         labels=("adapter", "state"),
         samples=lambda facts: [((adapter, state), count) for adapter, state, count in facts.adapters.capped()],
         condition=LORA,
+    ),
+    of_outputs(
+        name="lora_prompt_tokens",
+        kind="counter",
+        help="Prompt tokens by LoRA adapter, the empty label for the model itself: their sum is vllm:prompt_tokens.",
+        labels=("adapter",),
+        known=(("",),),
+        samples=lambda stats: _tokens_of_adapters(stats, 0, stats.num_prompt_tokens),
+        prefix=QUIRE,
+        condition=LORA,
+    ),
+    of_outputs(
+        name="lora_generation_tokens",
+        kind="counter",
+        help="Generated tokens in the same way: their sum is vllm:generation_tokens.",
+        labels=("adapter",),
+        known=(("",),),
+        samples=lambda stats: _tokens_of_adapters(stats, 1, stats.num_generation_tokens),
+        prefix=QUIRE,
+        condition=LORA,
+    ),
+    of_adapters(
+        name="lora_loads",
+        kind="counter",
+        help="Loads of LoRA adapters, by outcome.",
+        labels=("outcome",),
+        known=each(LOAD_OUTCOMES),
+        samples=lambda adapters: labelled(adapters.num_loads),
+    ),
+    of_adapters(
+        name="lora_load_seconds",
+        kind="histogram",
+        help="Seconds that a load of a LoRA adapter took.",
+        values=attrgetter("load_seconds"),
+        family="adapter",
+    ),
+    of_adapters(
+        name="lora_wait_seconds",
+        kind="histogram",
+        help="Seconds that a request waited for its LoRA adapter, if it waited.",
+        values=attrgetter("wait_seconds"),
+        family="adapter",
+    ),
+    of_adapters(
+        name="lora_evictions",
+        kind="counter",
+        help="LoRA adapters dropped to make room for others.",
+        value=attrgetter("num_evictions"),
+    ),
+    of_adapters(
+        name="lora_resident_bytes",
+        kind="gauge",
+        help="Memory of the loaded LoRA adapters.",
+        value=attrgetter("resident_bytes"),
+    ),
+    of_adapters(
+        name="lora_adapters",
+        kind="gauge",
+        help="Known LoRA adapters, by state: cold ones are loaded when a request needs them.",
+        labels=("state",),
+        known=each(ADAPTER_STATES),
+        samples=lambda adapters: labelled(adapters.num_adapters),
     ),
 )
 

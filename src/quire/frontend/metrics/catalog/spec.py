@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quire.errors import ConfigError
 from quire.frontend.metrics.collect.events import FinishedRequestStats, HttpExchange, IterationStats
 from quire.frontend.metrics.collect.facts import FrontendFacts
-from quire.wire.stats import KVCacheEvictionEvent, PrefillStats, SchedulerStats, SpecDecodingStats
+from quire.wire.stats import AdapterStats, KVCacheEvictionEvent, PrefillStats, SchedulerStats, SpecDecodingStats
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 VLLM = "vllm:"
@@ -24,11 +24,11 @@ Sample = tuple[tuple[str, ...], float]
 """Values of the row's own labels, and the number to set, add or observe."""
 Condition = str
 """Feature that a row needs; without the feature the row is not exported. Empty: always exported."""
-SPEC_DECODE, LORA = "speculation", "LoRA"
+SPEC_DECODE, LORA = "speculation", "--enable-lora"
 KV_SAMPLING = "--kv-cache-metrics"
 NANS = "QUIRE_COMPUTE_NANS_IN_LOGITS=1"
 LEGACY_NAMES = "--show-hidden-metrics-for-version"
-LAZY = frozenset({SPEC_DECODE, LORA})
+LAZY = frozenset({SPEC_DECODE})
 """Features whose rows are also exported as soon as they count something."""
 
 
@@ -96,6 +96,7 @@ of_step = partial(MetricSpec, source=SchedulerStats)
 of_outputs = partial(MetricSpec, source=IterationStats)
 of_prefills = partial(MetricSpec, source=PrefillStats)
 of_drafts = partial(MetricSpec, source=SpecDecodingStats)
+of_adapters = partial(MetricSpec, source=AdapterStats, prefix=QUIRE, condition=LORA)
 of_evictions = partial(MetricSpec, source=KVCacheEvictionEvent)
 of_finished = partial(MetricSpec, source=FinishedRequestStats, kind="histogram", has_owners=True)
 of_facts = partial(MetricSpec, source=FrontendFacts)
@@ -138,6 +139,7 @@ FAMILIES: dict[str, Bounds] = {
         600.0, 1200.0, 1800.0,
     ),
     "operation": _OPERATION,
+    "adapter": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
     "http": (0.1, 0.5, 1.0),
     "http_highr": (
         0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0,

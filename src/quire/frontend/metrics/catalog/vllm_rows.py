@@ -47,10 +47,10 @@ def _accepted_per_position(drafts: SpecDecodingStats) -> list[Sample]:
 
 
 def _adapter_lists(facts: FrontendFacts) -> list[Sample]:
-    adapters = facts.adapters
-    if not (facts.max_lora or adapters.running or adapters.waiting):
-        return []
-    lists = (",".join(sorted(names)[:MAX_ADAPTER_SERIES]) for names in (adapters.waiting, adapters.running))
+    lists = (
+        ",".join(sorted(name for name, count in counts.items() if count)[:MAX_ADAPTER_SERIES])
+        for counts in (facts.adapters.waiting, facts.adapters.running)
+    )
     return [((str(facts.max_lora), *lists), facts.time)]
 
 

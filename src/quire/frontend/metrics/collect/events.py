@@ -96,6 +96,8 @@ class IterationStats(msgspec.Struct, gc=False):
     """Longest output of each finished user request."""
     n_params: list[int] = []
     """The `n` that each finished user request asked for."""
+    tokens_of_adapters: dict[str, tuple[int, int]] = {}
+    """The part of the (prompt, generated) tokens that belongs to requests with an adapter, by its name."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -152,6 +154,11 @@ class IterationStats(msgspec.Struct, gc=False):
             self.first_tokens.append(FirstToken(stats.first_token_latency, owner))
             stats.first_token_ts = engine_timestamp
         stats.last_token_ts = engine_timestamp
+
+    def add_adapter_tokens(self, adapter: str, num_prompt: int, num_generation: int) -> None:
+        """Records that so many of the tokens belong to requests with an adapter."""
+        prompt, generation = self.tokens_of_adapters.get(adapter, (0, 0))
+        self.tokens_of_adapters[adapter] = prompt + num_prompt, generation + num_generation
 
     def add_waits(self, wait: float, number: int) -> None:
         """Records `number` outputs that came `wait` seconds after the previous outputs of their requests."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 import msgspec
@@ -61,6 +61,28 @@ class AdapterLoad(msgspec.Struct, array_like=True, frozen=True, gc=False):
             if others:
                 rows.append((OTHER_ADAPTERS, state, sum(load.get(name, 0) for name in others)))
         return rows
+
+
+class AdapterLabels:
+    """Labels of counters by adapter. A counter never goes down, so an adapter keeps the label that it got first: its
+    name, or `OTHER_ADAPTERS` after `limit` others."""
+
+    def __init__(self, max_lora: int = 0, limit: int = MAX_ADAPTER_SERIES) -> None:
+        self.max_lora = max_lora
+        """Maximum number of adapters among running requests; 0: unlimited."""
+        self._limit = limit
+        self._named: set[str] = set()
+
+    def relabel(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Returns the same counts by label."""
+        found: dict[str, tuple[int, int]] = {}
+        for name, (num_prompt, num_generation) in tokens.items():
+            if len(self._named) < self._limit:
+                self._named.add(name)
+            label = name if name in self._named else OTHER_ADAPTERS
+            prompt, generation = found.get(label, (0, 0))
+            found[label] = prompt + num_prompt, generation + num_generation
+        return found
 
 
 class FrontendFacts(msgspec.Struct, kw_only=True, array_like=True, frozen=True, gc=False):

@@ -55,7 +55,7 @@ BATCH = BodyReader(BatchChatBody)
 async def create_chat_completions(exchange: Exchange) -> Response:
     """Answers several conversations in one object. The outputs of conversation i are the choices from n·i on."""
     body = await exchange.read(BATCH)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     bodies = body.conversations(exchange.state.config.max_prompts_per_request)
     request_id = f"chatcmpl-{body.request_id or exchange.request_id}"
     chats, submission = await submit_chats(exchange, bodies, request_id, priority=body.priority)

@@ -31,7 +31,7 @@ CHAT = BodyReader(ChatBody)
 async def create_chat_completion(exchange: Exchange) -> Response:
     """Answers a conversation."""
     body = await exchange.read(CHAT)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     request_id = f"chatcmpl-{body.request_id or exchange.request_id}"
     chat, submission = await submit_chats(exchange, [body], request_id, priority=body.priority)
     writer = ChatWriter(exchange, body, model, request_id, chat)

@@ -37,7 +37,7 @@ COMPLETION = BodyReader(CompletionBody)
 async def create_completion(exchange: Exchange) -> Response:
     """Continues one or more texts."""
     body = await exchange.read(COMPLETION)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     request_id = f"cmpl-{body.request_id or exchange.request_id}"
     prompts, params, submission = await submit_completion(exchange, body, request_id)
     writer = CompletionWriter(exchange, body, model, request_id, prompts, params)

@@ -37,7 +37,7 @@ _ERROR_KINDS = {
 async def create_message(exchange: Exchange) -> Response:
     """Answers a conversation in Anthropic's form."""
     body = await exchange.read(MESSAGES)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     conversation, budget = await exchange.convert(body.as_chat), body.thinking_budget
     request_id = f"msg_{exchange.request_id}"
     chat, submission = await submit_chats(exchange, [conversation], request_id, thinking_budget=budget)
@@ -59,7 +59,7 @@ async def create_message(exchange: Exchange) -> Response:
 async def count_tokens(exchange: Exchange) -> Response:
     """Counts the tokens of a conversation, tools included."""
     body = await exchange.read(COUNT_TOKENS)
-    exchange.state.check_model(body.model)
+    await exchange.find_model(body.model)
     chat = await exchange.convert(body.as_chat)
     plan = await exchange.convert(lambda: exchange.state.part(ChatFormat).plan(chat))
     (prompt,) = await render_prompts(exchange, [chat], plan)

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
@@ -56,7 +57,7 @@ Piece = dict[str, Any]
 async def chat(exchange: Exchange) -> Response:
     """Answers a conversation, in Ollama's form."""
     body = await exchange.read(CHAT)
-    body.model = check_model(exchange.state, body.model)
+    body.model = await check_model(exchange, body.model)
     if not body.messages:
         return json_response(_loaded(body.model, {"message": {"role": "assistant", "content": ""}}))
     start = time.monotonic()
@@ -69,7 +70,7 @@ async def chat(exchange: Exchange) -> Response:
 async def generate(exchange: Exchange) -> Response:
     """Answers a prompt or continues a text, in Ollama's form."""
     body = await exchange.read(GENERATE)
-    body.model = check_model(exchange.state, body.model)
+    body.model = await check_model(exchange, body.model)
     if not body.prompt:
         return json_response(_loaded(body.model, {"response": ""}))
     start, parser = time.monotonic(), PlainText()
@@ -171,7 +172,7 @@ def _piece(event: BlockEvent) -> Piece | None:
 async def embed(exchange: Exchange) -> Response:
     """Embeds texts, in Ollama's form."""
     body = await exchange.read(EMBED)
-    model, start = check_model(exchange.state, body.model), time.monotonic()
+    model, start = await check_model(exchange, body.model), time.monotonic()
     vectors, num_tokens = await _embed(exchange, body) if body.texts else ([], 0)
     return json_response(
         {
@@ -187,7 +188,7 @@ async def embed(exchange: Exchange) -> Response:
 async def embeddings(exchange: Exchange) -> Response:
     """Embeds one text, in Ollama's older form."""
     body = await exchange.read(EMBEDDINGS)
-    check_model(exchange.state, body.model)
+    await check_model(exchange, body.model)
     vectors, _ = await _embed(exchange, OllamaEmbedBody(model=body.model, input=body.prompt))
     return json_response({"embedding": vectors[0]})
 
@@ -200,9 +201,13 @@ async def _embed(exchange: Exchange, body: OllamaEmbedBody) -> tuple[list[Any], 
 
 
 async def list_models(exchange: Exchange) -> Response:
-    """Lists the served model by each of its names."""
+    """Lists the served model by each of its names, and its adapters."""
     state = exchange.state
-    return json_response({"models": [_card(state, name) for name in state.model_names]})
+    cards = [_card(state, name) for name in state.model_names]
+    for name, parent in state.part(AdapterRegistry).list():
+        details = cards[0]["details"] | {"parent_model": parent or state.model_name}
+        cards.append(cards[0] | {"name": name, "model": name, "details": details})
+    return json_response({"models": cards})
 
 
 async def list_running(exchange: Exchange) -> Response:
@@ -215,7 +220,7 @@ async def list_running(exchange: Exchange) -> Response:
 async def show(exchange: Exchange) -> Response:
     """Describes the served model: its format, size and capabilities."""
     body, state = await exchange.read(SHOW), exchange.state
-    check_model(state, body.model or body.name or "")
+    await check_model(exchange, body.model or body.name or "")
     hf, kind = state.engine.model_config.hf_config, _family(state)
     tokenizer, form = state.engine.tokenizer, state.part(ChatFormat)
     capabilities = {
@@ -254,9 +259,10 @@ async def refuse(exchange: Exchange) -> Response:
     return json_response({"error": words}, 501)
 
 
-def check_model(state: ServerState, name: str) -> str:
+async def check_model(exchange: Exchange, name: str) -> str:
     """Returns the model's name for the answer: as it was asked for. Raises NotFoundError."""
-    state.check_model(name if name in state.model_names else name.removesuffix(DEFAULT_TAG))
+    state = exchange.state
+    await exchange.find_model(name if name in state.model_names else name.removesuffix(DEFAULT_TAG))
     return name or state.model_name
 
 

@@ -69,8 +69,7 @@ async def pool(exchange: Exchange) -> Response:
 
 
 async def _answer(exchange: Exchange, body: EmbeddingBody, task: str, prefix: str, kind: str) -> Response:
-    state = exchange.state
-    model = state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     outputs = await pool_input(exchange, body, body.params(task))
     usage = count_tokens(outputs)
     head, data = answer_head(exchange, body, prefix, model), embedding_data(body, outputs, kind)
@@ -81,7 +80,7 @@ async def classify(exchange: Exchange) -> Response:
     """Returns the probability of each class for one or more texts."""
     body = await exchange.read(CLASSIFY)
     state = exchange.state
-    model = state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     outputs = await pool_input(exchange, body, body.params("classify"))
     pooling = state.engine.model_config.pooling
     labels = pooling.labels if pooling is not None else ()
@@ -108,7 +107,7 @@ async def embed(exchange: Exchange) -> Response:
     """Embeds texts, in Cohere's form."""
     body = await exchange.read(EMBED)
     state = exchange.state
-    state.check_model(body.model)
+    await exchange.find_model(body.model)
     texts, name = body.given_texts(), "texts" if body.inputs is None else "inputs"
     kinds = body.kinds()
     limit = state.config.max_prompts_per_request
@@ -167,7 +166,7 @@ TASKS = ("score", "embed")
 async def score(exchange: Exchange) -> Response:
     """Returns a score for each pair of texts."""
     body = await exchange.read(SCORE)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     with naming("text_2"):
         outputs = await _score(exchange, body, pair_texts(*body.texts(), names=("text_1", "text_2")))
     usage = count_tokens(outputs)
@@ -177,7 +176,7 @@ async def score(exchange: Exchange) -> Response:
 async def rerank(exchange: Exchange) -> Response:
     """Orders documents by their relevance to a query, the best first."""
     body = await exchange.read(RERANK)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     texts = body.texts()
     with naming("documents"):
         outputs = await _score(exchange, body, pair_texts(body.question(), texts, names=("query", "documents")))

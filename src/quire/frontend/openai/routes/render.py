@@ -36,7 +36,7 @@ Renderer = Callable[[Exchange], Awaitable[Any]]
 async def render_completion(exchange: Exchange) -> list[dict[str, Any]]:
     """Returns the engine requests of a body of /v1/completions, one for each prompt."""
     body = await exchange.read(COMPLETION)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     request_id = f"cmpl-{body.request_id or exchange.request_id}"
     texts, params = await plan_completion(exchange, body)
     prompts = await tokenize_prompts(exchange, body, texts, params)
@@ -69,7 +69,7 @@ async def render_response(exchange: Exchange) -> dict[str, Any]:
 
 
 async def _render_chat(exchange: Exchange, body: ChatBody, request_id: str) -> dict[str, Any]:
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     params, plan = await plan_chats(exchange, [body])
     chat = await render_chats(exchange, [body], params, plan)
     return _request(exchange, body, model, request_id, chat.prompt, params=chat.params)

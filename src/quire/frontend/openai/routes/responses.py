@@ -35,7 +35,7 @@ SHOW_QUERY = (
 async def create_response(exchange: Exchange) -> Response:
     """Answers a conversation in items; with stream, as events with sequence numbers."""
     body = await exchange.read(RESPONSES)
-    model = exchange.state.check_model(body.model)
+    model = await exchange.find_model(body.model)
     _check_background(exchange, body)
     response_id = exchange.state.part(ServerResponses).make_id()
     messages = await _conversation(exchange, body)

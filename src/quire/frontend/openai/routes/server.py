@@ -7,6 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.errors import ServerError
+from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
 from quire.frontend.http.errors import HttpError, UnavailableError
@@ -63,18 +64,24 @@ async def metrics(exchange: Exchange) -> Response:
 
 async def list_models(exchange: Exchange) -> Response:
     """Lists the models that requests may name."""
-    cards = [model_card(exchange.state, name) for name in exchange.state.model_names]
+    state = exchange.state
+    cards = [model_card(state, name) for name in state.model_names]
+    cards += [model_card(state, *adapter) for adapter in state.part(AdapterRegistry).list()]
     return json_response({"object": "list", "data": cards})
 
 
 async def show_model(exchange: Exchange) -> Response:
     """Returns one model."""
-    name = exchange.state.check_model(exchange.request.path_params["model"])
-    return json_response(model_card(exchange.state, name))
+    name = await exchange.find_model(exchange.request.path_params["model"])
+    adapter = exchange.adapter
+    return json_response(
+        model_card(exchange.state, name, *([] if adapter is None else [adapter.request.base_model_name]))
+    )
 
 
-def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """Returns a model in OpenAI's form, with vLLM's further fields. `root` is no path."""
+def model_card(state: ServerState, name: str, parent: str | None = "") -> dict[str, Any]:
+    """Returns a model in OpenAI's form, with vLLM's further fields. `root` is no path. `parent` is the model that an
+    adapter adapts; None: the one that is served."""
     permission = {
         "id": f"modelperm-{hash_model(state.engine.model_config)}",
         "object": "model_permission",
@@ -95,7 +102,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "created": state.member.created,
         "owned_by": "quire",
         "root": name,
-        "parent": None,
+        "parent": None if parent == "" else parent or state.model_name,
         "max_model_len": state.max_model_len,
         "permission": [permission],
     }

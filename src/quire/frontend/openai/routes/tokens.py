@@ -62,7 +62,7 @@ async def tokenize(exchange: Exchange) -> Response:
     body = await exchange.read(TOKENIZE)
     body.check_form()
     state = exchange.state
-    state.check_model(body.model)
+    await exchange.find_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
     renderer, messages, text = state.part(PromptRenderer), body.messages, body.prompt or ""
     adds_special = messages is None if body.add_special_tokens is None else body.add_special_tokens
@@ -77,6 +77,7 @@ async def tokenize(exchange: Exchange) -> Response:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 variables=check_template_variables(body.chat_template_kwargs),
+                adapter=exchange.adapter,
             )
         return renderer.read_prompt(prompt, {"add_special_tokens": adds_special}).token_ids or []
 
@@ -91,7 +92,7 @@ async def detokenize(exchange: Exchange) -> Response:
     """Returns the text of token ids."""
     body = await exchange.read(DETOKENIZE)
     state = exchange.state
-    state.check_model(body.model)
+    await exchange.find_model(body.model)
     tokenizer = await state.engine.get_tokenizer()
     unknown = max(body.tokens, default=0)
     if unknown >= len(tokenizer):

@@ -351,7 +351,7 @@ def test_facts_are_read_for_each_snapshot() -> None:
 
 def test_adapters_are_counted_by_name_and_state() -> None:
     load = AdapterLoad.count([("b", True), ("a", False), ("b", False), ("b", True)])
-    seen = snapshot(adapters=load, max_lora=4)
+    seen = snapshot("--enable-lora", adapters=load, max_lora=4)
     (series,) = seen.find("vllm:lora_requests_info").series
     assert (series.labels, series.value) == (("4", "a,b", "b"), 1000.0)
     assert seen.value("quire_lora_requests", "b", "running") == 2
@@ -369,7 +369,7 @@ def test_many_adapters_share_a_series() -> None:
 
 def test_an_adapter_that_has_left_has_no_series() -> None:
     now = facts(adapters=AdapterLoad({"a": 1}), max_lora=1)
-    logger = make("LoRA", get_facts=lambda: now)
+    logger = make("--enable-lora", get_facts=lambda: now)
     assert logger.snapshot().value("quire_lora_requests", "a", "running") == 1
     now = facts(max_lora=1)
     assert logger.snapshot().find("quire_lora_requests").series == []

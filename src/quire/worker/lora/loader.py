@@ -1,0 +1,314 @@
+"""Reads and packs adapters on a thread of its own, without stopping a step.
+
+Files are read with `pread`, never through a memory map: a user's file that shrinks under a map would end the process.
+While steps run the thread works a fifth of the time, in slices of about a millisecond; without steps it never rests.
+What takes longer than a few microseconds (reads, digests, casts, packing) does not hold the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.config.adapter import TENSORS_FILE, AdapterFiles, AdapterIndex, open_adapter
+from quire.config.checkpoint import TensorInfo
+from quire.config.lora import LoRAConfig
+from quire.errors import AdapterError, GenerationError, QuireError
+from quire.failpoints import failpoint
+from quire.logger import init_logger
+from quire.lora_request import LoRARequest
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.lora import LowRank, PackedLowRank
+from quire.worker.lora.sites import AdapterSites
+
+logger = init_logger(__name__)
+
+READ_BYTES = 1 << 20
+CAST_ITEMS = 1 << 15
+"""Numbers that torch converts at once: more would be shared among threads that the steps need."""
+SLICE_S = 0.0005
+"""Work after which the thread rests, if steps run."""
+SHARE = 0.2
+"""Largest share of the time that it works while steps run."""
+STEP_GAP_S = 0.1
+"""Steps run if the last one began no longer ago."""
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Pace:
+    """Spreads the work of a thread over time."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._last_step = -STEP_GAP_S
+        self._worked = 0.0
+
+    def note_step(self) -> None:
+        """Notes that a step begins."""
+        self._last_step = self._clock()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Measures the work of the block, and rests after it if it is time to."""
+        start = time.thread_time()
+        yield
+        self._worked += time.thread_time() - start
+        if self._worked >= SLICE_S:
+            worked, self._worked = self._worked, 0.0
+            if self._clock() - self._last_step < STEP_GAP_S:
+                self._sleep(worked * (1 / SHARE - 1))
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """The packed weights of one revision."""
+
+    key: AdapterKey
+    name: str
+    info: AdapterInfo
+    packed: Mapping[str, PackedLowRank]
+    """By site."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A load that is not done."""
+
+    load: AdapterLoad
+    is_cancelled: bool = False
+
+
+T = TypeVar("T")
+
+
+class AdapterLoader:
+    """Owns the thread; may be called on any. `deliver` is called on it with each loaded adapter, before its Future is
+    done.
+
+    Futures raise AdapterError, NotFoundError for no directory, or GenerationError for a fault of ours.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        sites: AdapterSites,
+        limits: LoRAConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        deliver: Callable[[LoadedAdapter], None],
+        base_model: str = "",
+    ) -> None:
+        self.pace = Pace()
+        self._kernels, self._sites, self._limits, self._dtype = kernels, sites, limits, dtype
+        self._device, self._deliver = device, deliver
+        self._base_model = base_model
+        self._jobs: set[_Job] = set()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def load(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        """Begins to load an adapter, and returns at once."""
+        job = _Job(load)
+        self._jobs.add(job)
+        return self._submit(load.lora_request, lambda: self._load(job))
+
+    def measure(self, request: LoRARequest) -> Future[int]:
+        """Begins to compute the memory that an adapter will take, of which it reads no tensor."""
+        return self._submit(request, lambda: self._measure(request))
+
+    def cancel_all(self) -> None:
+        """Ends all loads with an error."""
+        for job in list(self._jobs):
+            job.is_cancelled = True
+
+    def free(self, adapter: LoadedAdapter) -> None:
+        """Frees an adapter on the thread: giving much memory back to the system takes time."""
+        self._queue.put(functools.partial(_let_go, [adapter]))
+
+    def shutdown(self) -> None:
+        """Ends the thread."""
+        self.cancel_all()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _submit(self, request: LoRARequest, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._queue.put(lambda: _complete(future, request, work))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quire-adapters", daemon=True)
+                self._thread.start()
+        return future
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def _load(self, job: _Job) -> AdapterInfo:
+        try:
+            with torch.inference_mode():
+                adapter = _Reading(self, job).read()
+        finally:
+            self._jobs.discard(job)
+        self._deliver(adapter)
+        return adapter.info
+
+    def _measure(self, request: LoRARequest) -> int:
+        with self.pace.work():
+            index = AdapterIndex.read(directory_of(request), self._limits, self._sites.targets)
+        return index.estimated_bytes(self._dtype.itemsize)
+
+
+def directory_of(request: LoRARequest) -> Path:
+    """Returns the directory of an adapter. Raises AdapterError."""
+    try:
+        return Path(request.lora_path).expanduser()
+    except RuntimeError as e:  # ~ of a user who does not exist
+        raise AdapterError(f"lora_path {request.lora_path!r}: {e}") from None
+
+
+def _complete(future: Future[T], request: LoRARequest, work: Callable[[], T]) -> None:
+    """Does `work` and puts its result, or its error, into `future`."""
+    try:
+        result = work()
+    except QuireError as e:
+        future.set_exception(e)
+    except Exception as e:
+        logger.exception("adapter %r of %s cannot be loaded", request.lora_name, request.lora_path)
+        future.set_exception(
+            GenerationError(f"adapter {request.lora_name!r} cannot be loaded: {type(e).__name__}: {e}")
+        )
+    else:
+        future.set_result(result)
+
+
+def _let_go(adapters: list[LoadedAdapter]) -> None:
+    adapters.clear()
+
+
+class _Reading:
+    """One adapter on its way into memory: a site is packed once all its factors are read."""
+
+    def __init__(self, loader: AdapterLoader, job: _Job) -> None:
+        self._loader, self._job = loader, job
+        self._pace = loader.pace
+        self._digest = hashlib.sha256()
+        self._name = job.load.lora_request.lora_name
+
+    def read(self) -> LoadedAdapter:
+        loader, load = self._loader, self._job.load
+        directory = directory_of(load.lora_request)
+        failpoint("lora.read", self._name)
+        with open_adapter(directory) as files:
+            with self._pace.work():
+                index = AdapterIndex.of(files, loader._limits, loader._sites.targets)
+            self._digest.update(files.config)
+            self._hash_header(files, index)
+            packed = self._pack_all(files, index)
+            files.check_unchanged()
+        self._log(index)
+        digest = self._digest.hexdigest()
+        if load.digest not in (None, digest):
+            raise AdapterError(
+                f"the files of adapter {self._name!r} in {directory} were changed since it was loaded: their digest is "
+                f"{digest[:16]}…, not {str(load.digest)[:16]}…; requests that began with the former ones cannot go on"
+            )
+        num_bytes = sum(site.num_bytes for site in packed.values())
+        request = load.lora_request
+        info = AdapterInfo(request.lora_int_id, load.revision, digest, num_bytes, index.rank)
+        return LoadedAdapter(load.key, self._name, info, packed)
+
+    def _hash_header(self, files: AdapterFiles, index: AdapterIndex) -> None:
+        header = bytearray(index.data_start)
+        self._fill(files, memoryview(header), 0)
+
+    def _pack_all(self, files: AdapterFiles, index: AdapterIndex) -> dict[str, PackedLowRank]:
+        sites, waiting = self._loader._sites.sites, defaultdict[str, dict[int, LowRank]](dict)
+        missing: dict[str, int] = defaultdict(int)
+        packed: dict[str, PackedLowRank] = {}
+        targets = [factors.target for factors in index.factors if factors.target is not None]
+        for target in targets:
+            missing[target.site] += 1
+        for factors, target in zip(index.factors, targets, strict=True):
+            site = sites[target.site]
+            a, b = (self._tensor(files, index, info) for info in (factors.a, factors.b))
+            order = site.orders[target.part]
+            if order is not None:
+                with self._pace.work():
+                    b = _take_rows(b, order)
+            device = self._loader._device
+            waiting[target.site][target.part] = LowRank(a.to(device), b.to(device), factors.scale)
+            missing[target.site] -= 1
+            if not missing[target.site]:
+                failpoint("lora.pack", self._name)
+                parts = waiting.pop(target.site)
+                with self._pace.work():
+                    whole = [parts.get(i) for i in range(len(site.part_sizes))]
+                    packed[target.site] = site.pack(self._loader._kernels, whole, self._loader._dtype)
+        return packed
+
+    def _tensor(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo) -> Tensor:
+        """Returns a tensor of the file in the type of the adapters. Raises AdapterError for NaN and infinity."""
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._fill(files, memoryview(raw.numpy().data), index.data_start + info.offset)
+        source = raw.view(_TYPES[info.dtype])
+        dtype = self._loader._dtype
+        result = source if source.dtype == dtype else torch.empty(source.shape, dtype=dtype)
+        for start in range(0, len(source), CAST_ITEMS):
+            piece, place = source[start : start + CAST_ITEMS], result[start : start + CAST_ITEMS]
+            with self._pace.work():
+                if result is not source:
+                    place.copy_(piece)
+                if not all(bound.isfinite() for bound in torch.aminmax(place)):
+                    name = str(dtype).removeprefix("torch.")
+                    raise AdapterError(f"{info.file}: tensor {info.name} holds NaN or infinity as {name}")
+        return result.view(info.shape)
+
+    def _fill(self, files: AdapterFiles, place: memoryview, position: int) -> None:
+        """Reads the bytes of the file from `position` on into `place`, and adds them to the digest."""
+        done = 0
+        while done < len(place):
+            if self._job.is_cancelled:
+                raise AdapterError(f"adapter {self._name!r} was removed while it was loaded")
+            with self._pace.work():
+                piece = place[done : done + READ_BYTES]
+                count = os.preadv(files.tensors.fileno(), [piece], position + done)
+            if count == 0:
+                path = files.directory / TENSORS_FILE
+                raise AdapterError(f"{path} was shortened while it was read; load the adapter again")
+            with self._pace.work():
+                self._digest.update(piece[:count])
+            done += count
+
+    def _log(self, index: AdapterIndex) -> None:
+        ours, theirs = self._loader._base_model, index.config.base_model
+        notes = [*index.notes]
+        if ours and theirs and Path(ours).name != Path(theirs).name:
+            notes.append(f"it was trained on {theirs}, the model is {ours}")
+        for note in notes:
+            logger.warning("adapter %r: %s", self._name, note)
+
+
+def _take_rows(matrix: Tensor, order: Tensor) -> Tensor:
+    """Returns the rows in the model's order. numpy, because torch would use the threads of the steps."""
+    bits = matrix.view(torch.int16 if matrix.element_size() == 2 else torch.int32).numpy()
+    return torch.from_numpy(bits[order.numpy()]).view(matrix.dtype)

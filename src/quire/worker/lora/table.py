@@ -1,0 +1,152 @@
+"""The adapters in a worker's memory: each has a slot at every site, and a step's rows name slots."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from quire.config.lora import LoRAConfig
+from quire.failpoints import failpoint
+from quire.lora_request import LoRARequest
+from quire.wire.execution import NewRequestData
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.worker.input_batch import NO_ADAPTER, StepInputs
+from quire.worker.kernels.lora import AdapterBatch
+from quire.worker.loader import Placement
+from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
+from quire.worker.lora.sites import make_sites
+
+Numbers = npt.NDArray[np.int64]
+
+
+class AdapterTable:
+    """Owns the loaded adapters. Adapters arrive on the loader's thread, and are installed and removed on the
+    worker's, when the next step begins.
+
+    Nothing here evicts: an adapter stays until `drop`, and no request of a step may name one that is not loaded.
+    """
+
+    def __init__(
+        self, model: nn.Module, placement: Placement, limits: LoRAConfig, *, pools: bool, base_model: str
+    ) -> None:
+        """`pools`: the model has a head for pooling; `base_model`: its name, for messages."""
+        kernels, dtype = placement.kernels, placement.dtype
+        self._sites = make_sites(model, kernels, dtype, pools=pools)
+        self._lock = threading.Lock()
+        """Guards the next two."""
+        self._arrived: dict[AdapterKey, LoadedAdapter] = {}
+        """Loaded, not installed yet."""
+        self._dropped: list[AdapterKey] = []
+        self._loader = AdapterLoader(kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model)
+        self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
+        """Slots and adapters."""
+        self._new_slots, self._free_slots = count(), list[int]()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        """Begins to read an adapter, and returns at once. May be called on any thread. See `AdapterLoader`."""
+        return self._loader.load(load)
+
+    def measure(self, request: LoRARequest) -> Future[int]:
+        """Begins to compute the bytes that an adapter will take, and returns at once. May be called on any thread."""
+        return self._loader.measure(request)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Removes a loaded adapter, which no request uses any more, before the next step. May be called on any
+        thread."""
+        with self._lock:
+            adapter = self._arrived.pop(key, None)
+            self._dropped.append(key)
+        if adapter is not None:
+            self._loader.free(adapter)
+
+    def drop_all(self) -> None:
+        """Removes all adapters and ends all loads."""
+        self._loader.cancel_all()
+        self._apply_changes()
+        for key in list(self._installed):
+            self._remove(key)
+
+    def shutdown(self) -> None:
+        """Ends the loader's thread."""
+        self._loader.shutdown()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Installs what has arrived, and removes what was dropped."""
+        self._loader.pace.note_step()
+        if self._arrived or self._dropped:
+            self._apply_changes()
+
+    def slot_of(self, request: NewRequestData) -> int:
+        """Returns the slot of a request's adapter."""
+        if request.lora_request is None:
+            return NO_ADAPTER
+        key = request.lora_request.lora_int_id, request.lora_revision
+        assert key in self._installed, f"request {request.req_id} has adapter {key}, which is not loaded"
+        return self._installed[key][0]
+
+    @contextmanager
+    def applied(self, inputs: StepInputs) -> Iterator[None]:
+        """Applies the adapters of a step's requests to its rows, inside the block only: a drafter, which runs after
+        the step, shares layers with the model."""
+        slots = inputs.adapter_slots
+        assert slots is not None
+        try:
+            _set(self._sites.tokens, slots, inputs.query_lens)
+            _set(self._sites.logits, slots[inputs.sampling], inputs.logits_lens)
+            yield
+        finally:
+            self._sites.tokens.clear()
+            self._sites.logits.clear()
+
+    def apply_to_logits(self, slot: int, num_rows: int) -> None:
+        """Applies one adapter to the rows of the next call of the logits head. Inside `applied`."""
+        self._sites.logits.set([0, num_rows], [slot])
+
+    def _deliver(self, adapter: LoadedAdapter) -> None:
+        with self._lock:
+            self._arrived[adapter.key] = adapter
+
+    def _apply_changes(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, {}
+            dropped, self._dropped = self._dropped, []
+        for key in (*dropped, *arrived):
+            self._remove(key)
+        for adapter in arrived.values():
+            failpoint("lora.install", adapter.name)
+            slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
+            for name, packed in adapter.packed.items():
+                self._sites.sites[name].kernel.install(slot, packed)
+            self._installed[adapter.key] = slot, adapter
+
+    def _remove(self, key: AdapterKey) -> None:
+        if key not in self._installed:
+            return
+        slot, adapter = self._installed.pop(key)
+        for name in adapter.packed:
+            self._sites.sites[name].kernel.install(slot, None)
+        heapq.heappush(self._free_slots, slot)
+        self._loader.free(adapter)
+
+
+def _set(batch: AdapterBatch, slots: Numbers, lens: Numbers) -> None:
+    """Gives `batch` the rows of requests: `lens` rows of the adapter in `slots`, in this order."""
+    if not len(slots):
+        batch.clear()
+        return
+    begins = np.flatnonzero(np.diff(slots, prepend=slots[0] - 1))  # requests that have another slot than the one before
+    ends = np.cumsum(lens)
+    starts = (ends - lens)[begins].tolist()
+    batch.set([*starts, int(ends[-1])], slots[begins].tolist())
