@@ -62,6 +62,31 @@ def make_checkpoint(name: str, directory: Path) -> Path:
     return path
 
 
+def make_copying_checkpoint(directory: Path, page_len: int) -> Path:
+    """Writes a checkpoint with the shape and the cost of `half` whose next token is the one after the last in its page
+    of `page_len` ids, or the page's first: it repeats what a prompt began. Its layers add zeros. Returns its path."""
+    path = directory / f"copying-{page_len}"
+    if (path / "model.safetensors").exists():
+        return path
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {**SHAPES["half"], **_COMMON, "tie_word_embeddings": False}
+    torch.manual_seed(1234)
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ids = torch.arange(config.vocab_size)
+    is_last = (ids % page_len == page_len - 1) | (ids == config.vocab_size - 1)
+    successors = torch.where(is_last, ids // page_len * page_len, ids + 1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight[successors] = model.model.embed_tokens.weight
+    model.save_pretrained(path)
+    return path
+
+
 def find_checkpoint(name: str, directory: Path = CACHE) -> Path:
     """Returns the checkpoint directory `name`, or makes the checkpoint of `SHAPES` with that name."""
     return make_checkpoint(name, directory) if name in SHAPES else Path(name)

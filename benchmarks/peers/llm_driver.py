@@ -1,11 +1,13 @@
 """Quire and vLLM: one driver, as they have one interface. The interpreter decides: whose package it has is run.
 
 Prompts are token ids and nothing is detokenized. One request is stepped by hand and timed token by token; many go
-through `LLM.generate`. What is not given here is each engine's default.
+through `LLM.generate`. What is not given here is each engine's default, or in VERSUS_SETTINGS, a JSON object: `llm` and
+`params` (arguments of `LLM` and of `SamplingParams`), and `one_by_one` (true: many requests are streams, too).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -22,10 +24,12 @@ else:
     from quire import LLM, SamplingParams
     from quire.sampling_params import RequestOutputKind
 
+SETTINGS: dict[str, Any] = json.loads(os.environ.get("VERSUS_SETTINGS", "{}"))
+
 
 def load(setting: Setting) -> tuple[str, Run]:
     """Loads the engine."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(SETTINGS.get("llm", {}))
     if package.__name__ == "quire":  # vLLM's size is in the environment: VLLM_CPU_KVCACHE_SPACE
         options["kv_cache_memory_bytes"] = int(setting.kv_cache_gib * 2**30)
     llm = LLM(
@@ -38,15 +42,22 @@ def load(setting: Setting) -> tuple[str, Run]:
     )
 
     def run(requests: list[Request], prefix: int) -> Result:
+        if len(requests) > 1 and SETTINGS.get("one_by_one"):
+            streams = [_stream(llm.llm_engine, request) for request in requests]
+            return Result(sum(stream.wall_s for stream in streams))
         return _stream(llm.llm_engine, requests[0]) if len(requests) == 1 else _generate(llm, requests)
 
     return f"{package.__name__} {package.__version__}", run
 
 
 def _params(length: int, kind: RequestOutputKind) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False, output_kind=kind
-    )
+    full = {"temperature": 0.0, "max_tokens": length, "min_tokens": length, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**{**full, **SETTINGS.get("params", {}), "output_kind": kind})
+
+
+def _check(got: list[int], requests: list[Request]) -> None:
+    if SETTINGS.get("params", {}).get("ignore_eos", True):
+        check_lengths(got, requests)
 
 
 def _generate(llm: LLM, requests: list[Request]) -> Result:
@@ -55,7 +66,7 @@ def _generate(llm: LLM, requests: list[Request]) -> Result:
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     wall_s = time.perf_counter() - start
-    check_lengths([len(o.outputs[0].token_ids) for o in outputs], requests)
+    _check([len(o.outputs[0].token_ids) for o in outputs], requests)
     return Result(wall_s)
 
 
@@ -71,7 +82,7 @@ def _stream(engine: Any, request: Request) -> Result:
             if output.outputs[0].token_ids:
                 stamps.append(time.perf_counter())
                 num_tokens += len(output.outputs[0].token_ids)
-    check_lengths([num_tokens], [request])
+    _check([num_tokens], [request])
     return timed(start, stamps, num_tokens)
 
 

@@ -204,12 +204,14 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class Repetition:
-    """One answer: seconds as in `benchmarks/peers/driver.py`, and the share of the cores that others had meanwhile."""
+    """One answer: seconds as in `benchmarks/peers/driver.py`, the share of the cores that others had meanwhile, and the
+    processor seconds of the engine."""
 
     wall_s: float
     ttft_s: float | None
     tpot_s: float | None
     neighbours: float
+    cpu_s: float = 0.0
 
 
 class Engine:
@@ -259,13 +261,14 @@ class Engine:
         try:
             self._send(task)
             answer = self._receive(limit_s)
-            busy = machine_cpu_s() - before - (process.cpu_s() - own)
+            own = process.cpu_s() - own
+            busy = machine_cpu_s() - before - own
             elapsed = time.perf_counter() - start
         finally:
             if self._process is not None:
                 process.pause()
         neighbours = max(0.0, busy / (elapsed * self._place.num_threads))
-        return Repetition(answer["wall_s"], answer["ttft_s"], answer["tpot_s"], neighbours)
+        return Repetition(answer["wall_s"], answer["ttft_s"], answer["tpot_s"], neighbours, own)
 
     def close(self) -> None:
         """Ends the process, if there is one."""

@@ -21,6 +21,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._curve: list[tuple[int, float]] = []
 
     @property
@@ -32,8 +33,12 @@ class Costs:
         """Learns the time of a step. Larger ones than the last bucket are ignored."""
         if 1 <= num_rows <= BUCKETS[-1]:
             bucket = BUCKETS[bisect_left(BUCKETS, num_rows)]
-            self._times.setdefault(bucket, deque(maxlen=NUM_KEPT)).append(seconds)
-            self._curve = []
+            times = self._times.setdefault(bucket, deque(maxlen=NUM_KEPT))
+            times.append(seconds)
+            median_now = median(times)
+            if self._medians.get(bucket) != median_now:
+                self._medians[bucket] = median_now
+                self._curve = []
 
     def seconds(self, num_rows: int) -> float:
         """Returns the expected time of a step; a step must have been measured."""
@@ -52,8 +57,7 @@ class Costs:
         """Returns the medians of the buckets, neighbours that fall replaced by their mean (isotonic regression)."""
         pools: list[tuple[float, int, list[int]]] = []  # mean, weight, buckets
         for bucket in sorted(self._times):
-            times = self._times[bucket]
-            mean, weight, buckets = median(times), len(times), [bucket]
+            mean, weight, buckets = self._medians[bucket], len(self._times[bucket]), [bucket]
             while pools and pools[-1][0] >= mean:
                 other, other_weight, others = pools.pop()
                 mean = (mean * weight + other * other_weight) / (weight + other_weight)

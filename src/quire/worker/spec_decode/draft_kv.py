@@ -106,8 +106,17 @@ class DraftKV:
         ends = np.cumsum(query_lens)
         token_rows = np.repeat(rows, query_lens)
         positions = np.arange(len(token_rows)) + np.repeat(starts - ends + query_lens, query_lens)
+        return self._place(rows, token_rows, positions, query_lens, starts + query_lens)
+
+    def place_one(self, rows: Rows, positions: Rows) -> tuple[torch.Tensor, ForwardContext]:
+        """Does the same for one token of each request, at `positions`."""
+        return self._place(rows, rows, positions, np.ones_like(rows), positions + 1)
+
+    def _place(
+        self, rows: Rows, token_rows: Rows, positions: Rows, query_lens: Rows, seq_lens: Rows
+    ) -> tuple[torch.Tensor, ForwardContext]:
         slots = torch.from_numpy(self._table.slots(token_rows, positions)).to(self._device)
-        batch = AttentionBatch(query_lens, starts + query_lens, self._table.rows(rows, self._device), slots)
+        batch = AttentionBatch(query_lens, seq_lens, self._table.rows(rows, self._device), slots)
         metadata = [self._backend.make_metadata(batch, kind) for kind in self._kinds]
         context = ForwardContext(self._backend, metadata, self._layer_kinds, self._caches)
         return torch.from_numpy(positions).to(self._device), context

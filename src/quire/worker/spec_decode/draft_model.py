@@ -11,9 +11,10 @@ number finds it in both: more drafts are accepted than of most likely ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,9 +26,45 @@ from quire.worker.sample.kernel import DrawRules, Ids
 from quire.worker.sample.metadata import Rows
 from quire.worker.spec_decode.draft_kv import DraftKV, Span
 from quire.worker.spec_decode.drafter import NO_PROPOSAL, DrafterContext, DraftRow, Proposal
+from quire.worker.spec_decode.lengths import FADE
 
 SHORT_SPAN = 4
 """Tokens of a request up to which logits of all are computed: a call less, for a few rows of the head more."""
+
+
+class Alternatives(NamedTuple):
+    """Two drafts of one position."""
+
+    drawn: int
+    likeliest: int
+    bucket: int
+    """Sixteenths of the likeliest one's probability."""
+
+
+class _Drafts(NamedTuple):
+    """One draft of each row of a batch."""
+
+    token_ids: Ids
+    confidences: Ids
+    alternatives: list[Alternatives] | None
+    """None if no row draws."""
+
+
+class Contest:
+    """Lead of drawn drafts over likeliest ones in right tokens, by the probability of the likeliest."""
+
+    def __init__(self) -> None:
+        self._leads = np.zeros(16)
+
+    def prefers_drawn(self, buckets: Ids) -> npt.NDArray[np.bool_]:
+        """Returns whether to propose the drawn token, by bucket of the likeliest one."""
+        return self._leads[buckets] >= 0
+
+    def observe(self, token_id: int, drafts: Alternatives) -> None:
+        """Adds a position whose token is known now."""
+        if drafts.drawn != drafts.likeliest:
+            lead = (token_id == drafts.drawn) - (token_id == drafts.likeliest)
+            self._leads[drafts.bucket] = FADE * self._leads[drafts.bucket] + lead
 
 
 class DraftModel:
@@ -52,6 +89,9 @@ class DraftModel:
         self._key: tuple[int, bytes] | None = None
         """The version of the batch and the rows that `_rules` were made for."""
         self._rules: DrawRules | None = None
+        self._contest = Contest()
+        self._alternatives: dict[str, list[Alternatives]] = {}
+        """Both drafts of each position of the last proposals."""
 
     def release_kv_cache(self) -> None:
         self._kv = self._key = self._rules = None
@@ -64,9 +104,12 @@ class DraftModel:
         return [drafts.get(row.req_id, NO_PROPOSAL) for row in rows]
 
     def observe(self, req_id: str, token_ids: Sequence[int], num_accepted: int) -> None:
-        """Does nothing: the text says which drafts were right."""
+        """Notes which alternatives were right. Which drafts were is in the text."""
+        for token_id, drafts in zip(token_ids[: num_accepted + 1], self._alternatives.pop(req_id, ()), strict=False):
+            self._contest.observe(token_id, drafts)
 
     def forget(self, req_id: str) -> None:
+        self._alternatives.pop(req_id, None)
         if self._kv is not None:
             self._kv.forget(req_id)
 
@@ -106,15 +149,19 @@ class DraftModel:
         while going.any():
             active, ids = active[going], ids[going]
             if depth:
-                positions, context = kv.place(rows[active], stops[active] + depth - 1, np.ones_like(active))
+                positions, context = kv.place_one(rows[active], stops[active] + depth - 1)
                 with set_forward_context(context):
                     logits = _untapped(self._predict(torch.from_numpy(ids).to(self._runner.device), positions))
             elif len(active) < len(logits):
                 logits = logits[active]
-            ids, buckets = self._draw(logits[:, : self._num_draftable], rows[active], outputs[active] + depth)
-            for i, token_id, bucket in zip(active.tolist(), ids.tolist(), buckets.tolist(), strict=True):
+            drafts = self._draw(logits[:, : self._num_draftable], rows[active], outputs[active] + depth)
+            ids = drafts.token_ids
+            for i, token_id, bucket in zip(active.tolist(), ids.tolist(), drafts.confidences.tolist(), strict=True):
                 proposals[i].token_ids.append(token_id)
                 proposals[i].confidences.append(bucket)
+            if drafts.alternatives is not None:
+                for i, alternatives in zip(active.tolist(), drafts.alternatives, strict=True):
+                    self._alternatives.setdefault(spans[i].row.req_id, []).append(alternatives)
             depth += 1
             going = left[active] > depth
         for span, proposal in zip(spans, proposals, strict=True):
@@ -135,15 +182,21 @@ class DraftModel:
             logits = _untapped(self._predict(input_ids, positions))
             return logits if len(ids) == len(spans) else logits[lasts]
 
-    def _draw(self, logits: Tensor, rows: Rows, indices: Ids) -> tuple[Ids, Ids]:
-        """Draws as the requests in `rows` do, one token per row of the logits. Returns tokens and confidences."""
+    def _draw(self, logits: Tensor, rows: Rows, indices: Ids) -> _Drafts:
+        """Draws as the requests in `rows` do, one token per row of the logits, or takes the likeliest."""
         batch = self._runner.batch
         key = (batch.version, rows.tobytes())
         if key != self._key:
             self._key, self._rules = key, batch.sampling.select_rules(rows)
-        ids = self._kernel.choose(logits, self._rules, indices)
-        logprobs = self._kernel.logprobs(logits, np.arange(len(ids)), ids, 0).logprobs[:, 0]
-        return ids, np.minimum(np.exp(logprobs) * 16, 15).astype(np.int64)
+        drawn = self._kernel.choose(logits, self._rules, indices)
+        found = self._kernel.logprobs(logits, np.arange(len(drawn)), drawn, 1)  # the drawn token, then the likeliest
+        buckets = np.minimum(np.exp(found.logprobs) * 16, 15).astype(np.int64)
+        if self._rules is None:  # all are greedy
+            return _Drafts(drawn, buckets[:, 0], None)
+        likeliest, bucket = found.token_ids[:, 1], buckets[:, 1]
+        alternatives = list(map(Alternatives, drawn.tolist(), likeliest.tolist(), bucket.tolist()))
+        is_drawn = self._contest.prefers_drawn(bucket)
+        return _Drafts(np.where(is_drawn, drawn, likeliest), np.where(is_drawn, buckets[:, 0], bucket), alternatives)
 
 
 def _as_it_is(model: Forward) -> Forward:

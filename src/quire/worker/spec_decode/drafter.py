@@ -131,8 +131,9 @@ class Lengths(Protocol):
         """Learns how long a step took that computed `num_rows` tokens, logits for each: no prompt, no padding."""
         ...
 
-    def observe_drafting(self, num_rows: int, seconds: float) -> None:
-        """Learns how long `propose` took for `num_rows` requests."""
+    def observe_drafting(self, num_rows: int, seconds: float, is_steady: bool = True) -> None:
+        """Learns how long `propose` took for `num_rows` requests; not `is_steady` if some of them had no drafts in the
+        last step, so that it may have read their prompts."""
         ...
 
 

@@ -13,6 +13,7 @@ from quire.worker.spec_decode.drafter import DraftRow, Lengths, Proposal
 
 HALF_LIFE = 256
 """Trials after which one counts half."""
+FADE = 0.5 ** (1 / HALF_LIFE)
 MARGIN = 0.03
 """Drafts must beat no drafts by this share."""
 PROBE_SHARE, PROBE_LEN = 0.01, 2
@@ -30,14 +31,17 @@ class AcceptanceRate:
 
     def observe(self, is_accepted: bool) -> None:
         """Adds a trial."""
-        fade = 0.5 ** (1 / HALF_LIFE)
-        self._accepted = self._accepted * fade + is_accepted
-        self._trials = self._trials * fade + 1
+        self._accepted = self._accepted * FADE + is_accepted
+        self._trials = self._trials * FADE + 1
 
     @property
     def value(self) -> float:
         """The expected share."""
-        return (self._accepted + 1) / (self._trials + 2)
+        return self.beginning_as(0.5)
+
+    def beginning_as(self, share: float) -> float:
+        """Returns the expected share, if `share` was expected before the first trials."""
+        return (self._accepted + 2 * share) / (self._trials + 2)
 
 
 class AdaptiveLengths(Lengths):
@@ -65,11 +69,14 @@ class AdaptiveLengths(Lengths):
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         self.costs.observe(num_rows, seconds)
-        self._budget = min(self._budget + PROBE_SHARE * seconds, max(MOST_SAVED * seconds, self._budget))
+        most = max(MOST_SAVED * seconds, 2 * PROBE_LEN * self._drafting.value if self._by_depth else 0.0)
+        self._budget = min(self._budget + PROBE_SHARE * seconds, max(most, self._budget))
 
-    def observe_drafting(self, num_rows: int, seconds: float) -> None:
-        if num_rows:
-            self._drafting.observe(seconds / self._depth)
+    def observe_drafting(self, num_rows: int, seconds: float, is_steady: bool = True) -> None:
+        seconds /= self._depth
+        # one that read prompts says at most that others take no longer
+        if num_rows and (is_steady or not self._by_depth or seconds < self._drafting.value):
+            self._drafting.observe(seconds)
 
     def observe_drafts(self, confidences: Sequence[int], num_accepted: int) -> None:
         for position, confidence in enumerate(confidences[: num_accepted + 1]):
@@ -84,9 +91,10 @@ class AdaptiveLengths(Lengths):
         self._num_reqs, self._depth = len(rows), 1
         if not rows or not self._by_depth:
             return rows
-        chances, chance = [], 1.0
+        chances, chance, rate = [], 1.0, 0.5
         for position in range(max(row.max_drafts for row in rows)):
-            rate = self._by_position[position].value if position < len(self._by_position) else 0.5
+            if position < len(self._by_position):
+                rate = self._by_position[position].beginning_as(rate)
             chance *= rate
             chances.append(chance)
         self._depth = self._choose_depth(rows, chances)
@@ -125,9 +133,9 @@ class AdaptiveLengths(Lengths):
         return chances
 
     def _best_prefix(self, chances: Sequence[float], drafting: float) -> int:
-        """Returns how many of the drafts pay, from the best on."""
+        """Returns how many of the drafts pay, from the best on. The time of drafting is spent in any case."""
         reqs, tokens = self._num_reqs, float(self._num_reqs)
-        best, best_rate = 0, (1 + MARGIN) * tokens / self.costs.seconds(reqs)
+        best, best_rate = 0, (1 + MARGIN) * tokens / (self.costs.seconds(reqs) + drafting)
         for n, chance in enumerate(chances, 1):
             tokens += chance
             rate = tokens / (self.costs.seconds(reqs + n) + drafting)

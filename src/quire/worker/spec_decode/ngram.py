@@ -14,6 +14,8 @@ LONGEST_MATCH = 15
 """Matches are compared up to this length, or `prompt_lookup_max`: it is the highest confidence."""
 FEW = 64
 """Candidates that are compared all at once."""
+DENSE = 16
+"""With more than one candidate in so many tokens all tokens are compared, instead of those before candidates."""
 
 
 class NgramDrafter(Drafter):
@@ -35,7 +37,9 @@ class NgramDrafter(Drafter):
         if not match_len:
             return NO_PROPOSAL
         # a text that repeats itself up to its end goes on repeating: the tokens after the match begin again
-        followers = np.resize(token_ids[end:], max_drafts).tolist()
+        followers = token_ids[end : end + max_drafts].tolist()
+        if len(followers) < max_drafts:
+            followers = (followers * max_drafts)[:max_drafts]
         return Proposal(followers, [min(match_len + i, LONGEST_MATCH) for i in range(max_drafts)])
 
     def observe(self, req_id: str, token_ids: Sequence[int], num_accepted: int) -> None:
@@ -50,23 +54,35 @@ def find_match(token_ids: npt.NDArray[np.int32], shortest: int, longest: int) ->
     are; (0, 0) if they are fewer than `shortest`. What exceeds `longest` tokens is not compared."""
     n = len(token_ids)
     longest = min(longest, n - 1)
-    length, count = 0, n
-    is_match = np.ones(n, np.bool_)  # [i]: the `length` tokens before position length + i are the last ones
-    while length < longest and (length < shortest or count > FEW):
+    if longest < max(shortest, 1):
+        return 0, 0
+    is_match = token_ids[:-1] == token_ids[-1]  # [i]: the `length` tokens before position length + i are the last ones
+    length, count = 1, int(np.count_nonzero(is_match))
+    while count > max(FEW, n // DENSE) and length < longest:
         longer = is_match[1:] & (token_ids[: n - length - 1] == token_ids[n - length - 1])
         num_longer = int(np.count_nonzero(longer))
         if not num_longer:
             break
         length, is_match, count = length + 1, longer, num_longer
-    if length < max(shortest, 1):
-        return 0, 0
-    if length == longest or count > FEW:
-        return n - 1 - int(is_match[::-1].argmax()), length
+    if not count or count > max(FEW, n // DENSE) or length == longest:
+        return (n - 1 - int(is_match[::-1].argmax()), length) if count and length >= shortest else (0, 0)
     ends = np.flatnonzero(is_match) + length
+    while length < longest and (length < shortest or len(ends) > FEW):
+        longer_ends = ends[(token_ids[ends - length - 1] == token_ids[n - length - 1]) & (ends > length)]
+        if not len(longer_ends):
+            return (int(ends[-1]), length) if length >= shortest else (0, 0)
+        length, ends = length + 1, longer_ends
+    return _longest_match(token_ids, ends, length, longest)
+
+
+def _longest_match(
+    token_ids: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], length: int, longest: int
+) -> tuple[int, int]:
+    """Returns the best of `ends`, the latest of equals, and how many tokens before it agree; `length` are known to."""
     back = np.arange(length + 1, longest + 1)
     positions = ends[:, None] - back
     is_equal = np.zeros((len(ends), len(back) + 1), np.bool_)
-    np.logical_and(token_ids[positions] == token_ids[n - back], positions >= 0, out=is_equal[:, :-1])
+    np.logical_and(token_ids[positions] == token_ids[len(token_ids) - back], positions >= 0, out=is_equal[:, :-1])
     more = is_equal.argmin(axis=1)  # tokens until the first difference
     best = len(ends) - 1 - int(more[::-1].argmax())
     return int(ends[best]), length + int(more[best])

@@ -52,7 +52,7 @@ class FixedLengths(Lengths):
     def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def observe_drafting(self, num_rows: int, seconds: float) -> None:
+    def observe_drafting(self, num_rows: int, seconds: float, is_steady: bool = True) -> None:
         pass
 
 
@@ -163,7 +163,8 @@ class Speculation:
             return
         start = time.perf_counter()
         proposals = self._drafter.propose(rows)
-        lengths.observe_drafting(len(rows), time.perf_counter() - start)
+        is_steady = all(row.req_id in self._drafts for row in rows)
+        lengths.observe_drafting(len(rows), time.perf_counter() - start, is_steady)
         for row, proposal, count in zip(rows, proposals, lengths.cut(rows, proposals), strict=True):
             token_ids = self._valid_prefix(proposal.token_ids, min(count, row.max_drafts))
             if token_ids:

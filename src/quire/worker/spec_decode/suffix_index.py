@@ -97,6 +97,8 @@ class NativeSuffixStore:
         self._token_ids = np.empty(MAX_DRAFTS, np.int32)
         self._confidences = np.empty(MAX_DRAFTS, np.int32)
         self._score = np.empty(1, np.float64)
+        self._few = np.empty(MAX_DRAFTS + 1, np.int32)  # the tokens of a step, at an address known beforehand
+        self._few_address: int = self._few.ctypes.data
         weakref.finalize(self, self._cdll.qk_suffix_destroy, self._handle)
 
     def open(self) -> int | None:
@@ -107,8 +109,13 @@ class NativeSuffixStore:
         self._cdll.qk_suffix_close(self._handle, index)
 
     def extend(self, index: int, token_ids: TokenArray) -> int:
-        token_ids = np.ascontiguousarray(token_ids, np.int32)
-        taken: int = self._cdll.qk_suffix_extend(self._handle, index, token_ids.ctypes.data, len(token_ids))
+        n, address = len(token_ids), self._few_address
+        if n <= len(self._few):
+            self._few[:n] = token_ids
+        else:
+            token_ids = np.ascontiguousarray(token_ids, np.int32)
+            address = token_ids.ctypes.data
+        taken: int = self._cdll.qk_suffix_extend(self._handle, index, address, n)
         return taken
 
     def end(self, index: int) -> bool:

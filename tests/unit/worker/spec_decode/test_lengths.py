@@ -163,6 +163,31 @@ class TestDepth:
         assert depths[0] == 8
         assert depths[0] > depths[1] > depths[2] == 0
 
+    def test_positions_not_tried_yet_are_as_good_as_the_one_before(self) -> None:
+        lengths = measured(0.02, by_depth=True)
+        for _ in range(HALF_LIFE):
+            lengths.observe_drafts([0], 1)
+        (row,) = lengths.limit(rows(8))
+        assert row.max_drafts == 8
+
+    def test_reading_a_prompt_is_no_price_of_drafts(self) -> None:
+        lengths = measured(0.02, by_depth=True)
+        lengths.limit(rows(8))
+        lengths.observe_drafting(1, 10.0, is_steady=False)
+        assert lengths.limit(rows(8))
+        lengths.observe_drafting(1, 10.0)
+        assert not lengths.limit(rows(8))
+        for _ in range(5):
+            lengths.observe_drafting(1, 0.001, is_steady=False)
+        assert lengths.limit(rows(8))
+
+    def test_the_time_of_drafting_is_spent_when_drafts_are_cut(self) -> None:
+        lengths = measured(0.02)
+        learn(lengths, 0.9)
+        lengths.limit(rows(4))
+        lengths.observe_drafting(1, 1.0)
+        assert cut(lengths, proposal(4)) == [4]
+
 
 class TestProbes:
     @pytest.mark.parametrize(("slope", "by_depth"), [(STEEP, False), (0.2, False), (0.2, True), (FLAT, False)])

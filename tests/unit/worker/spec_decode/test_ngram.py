@@ -35,6 +35,14 @@ def test_the_longest_match_is_found_and_the_latest_of_equals(seed: int) -> None:
         assert find_match(np.array(tokens, np.int32), shortest, longest) == slow_match(tokens, shortest, longest)
 
 
+@pytest.mark.parametrize("num_kinds", [2, 20, 60])
+def test_it_is_found_in_long_texts(num_kinds: int) -> None:
+    rng = random.Random(num_kinds)
+    for _ in range(6):
+        tokens = rng.choices(range(num_kinds), k=2500)
+        assert find_match(np.array(tokens, np.int32), 2, 15) == slow_match(tokens, 2, 15)
+
+
 @pytest.mark.parametrize(
     ("tokens", "drafts", "confidences"),
     [
