@@ -17,7 +17,7 @@ from quire.errors import AdapterError
 from quire.frontend.client.mp import SyncMPClient
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
-from quire.testing.fake_adapters import fake_digest
+from quire.testing.fake_hardware import fake_digest
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
 

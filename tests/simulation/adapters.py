@@ -38,7 +38,7 @@ class Adapters:
         self._versions: Counter[str] = Counter()
         self._contents: defaultdict[str, set[str]] = defaultdict(set)
         self._registered: dict[int, RegisteredAdapter] = {}
-        """What a supervisor registers again after a restart."""
+        """Adapters that a supervisor registers again after a restart."""
         self._adding: list[tuple[LoRARequest, Future[AdapterInfo]]] = []
         self._has_pinned = self._has_slept = False
 
@@ -75,19 +75,19 @@ class Adapters:
         return sorted(self._contents[lora.lora_path])
 
     def find_loaded(self, lora: LoRARequest) -> Revision | None:
-        """What new requests get, if the adapter has been loaded before."""
+        """Returns the revision that new requests get, if the adapter has been loaded before."""
         newest = self.manager._newest.get(lora.lora_int_id)
         return newest if newest is not None and newest.digest else None
 
     def began(self, client: Client) -> AdapterInfo | None:
-        """What the client's first output has told of its adapter."""
+        """Returns what the client's first output has said of its adapter."""
         lora = client.request.lora_request
         if lora is None or not client.received:
             return None
         return AdapterInfo(lora.lora_int_id, 1, client.digest, 1, 1)
 
     def heard(self, client: Client, info: AdapterInfo) -> None:
-        """The first output of a request tells the revision that it uses."""
+        """Handles the first output of a request, which names the revision that it uses."""
         lora = client.request.lora_request
         assert lora is not None
         assert info.lora_int_id == lora.lora_int_id
@@ -103,7 +103,7 @@ class Adapters:
         client.expected = self.sim._expect(client.request, [], info.digest)
 
     def is_legitimate_failure(self, client: Client, error_type: str) -> bool:
-        """Whether a request may end with this error."""
+        """Returns whether a request may end with this error."""
         lora = client.request.lora_request
         if lora is None:
             return False
@@ -119,7 +119,7 @@ class Adapters:
         )
 
     def takes_failure(self, client: Client, output: EngineCoreOutput) -> bool:
-        """Whether this output is the end of a request whose adapter cannot be had."""
+        """Returns whether this output is the end of a request whose adapter cannot be had."""
         if output.finish_reason is not FinishReason.ERROR or client.is_over:
             return False
         assert self.is_legitimate_failure(client, output.error_type), f"{output} for {client}"

@@ -57,9 +57,9 @@ class Client:
     inputs: deque[SessionInput] = field(default_factory=deque)
     """Inputs of a session that have not begun."""
     digest: str = ""
-    """Of the adapter's files that `expected` follows from."""
+    """Digest of the adapter's files that `expected` follows from."""
     revision: Revision | None = None
-    """What it is bound to, if its adapter had been loaded before it came."""
+    """Revision that it is bound to, if its adapter had been loaded before it came."""
 
     @property
     def is_complete(self) -> bool:

@@ -75,7 +75,7 @@ class Recorder(SchedulerObserver):
         self._num_requests = 0
         self._ready: list[int] = []
         self._adapters: dict[str, bool] = {}
-        """What was found last, since the last step, by request id."""
+        """Last findings since the last step, by request id."""
         self._encoder = msgspec.msgpack.Encoder()
 
     # -- from outside --------------------------------------------------------------------------------------------

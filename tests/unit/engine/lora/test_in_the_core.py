@@ -18,8 +18,8 @@ from quire.engine.proc import EngineCoreProc
 from quire.errors import AdapterError
 from quire.frontend.client.inproc import AsyncInprocClient, InprocClient
 from quire.lora_request import LoRARequest
-from quire.testing.fake_adapters import fake_digest
 from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_hardware import fake_digest
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest, EngineCoreRequestType, UtilityOutput
 from quire.wire.lora import AdapterInfo

@@ -1,4 +1,4 @@
-"""What adapters compete for: the order of loads, memory, places."""
+"""The order of loads, memory and places of adapters."""
 
 from __future__ import annotations
 
