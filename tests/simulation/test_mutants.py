@@ -17,7 +17,7 @@ from tests.simulation.run import EPISODE_OPERATIONS
 
 MAX_OPERATIONS = 100_000
 LUCKY_SEEDS = {
-    "drafts_are_hashed": 89, "drafts_survive_preemption": 15, "last_steps_blocks_unregistered": 25,
+    "drafts_are_hashed": 227, "drafts_survive_preemption": 15, "last_steps_blocks_unregistered": 25,
     "cached_tokens_not_reported": 2, "collisions_are_hits": 2, "counts_every_look_up": 2, "double_free": 2,
     "evict_in_use": 2, "evicted_block_stays_findable": 2, "eviction_from_the_tail": 8,
     "eviction_unnoticed_by_look_up": 3, "failed_steps_stay_cached": 5, "half_awake": 12, "hash_without_adapter":
