@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
 from quire.engine.lora.memory import AdapterState, Revision
 from quire.errors import ClientError, GenerationError
@@ -37,7 +38,7 @@ class Adapters:
         self._versions: Counter[str] = Counter()
         self._contents: defaultdict[str, set[str]] = defaultdict(set)
         self._registered: dict[int, RegisteredAdapter] = {}
-        """What a supervisor registers again after a restart."""
+        """Adapters that a supervisor registers again after a restart."""
         self._adding: list[tuple[LoRARequest, Future[AdapterInfo]]] = []
         self._has_pinned = self._has_slept = False
 
@@ -69,20 +70,24 @@ class Adapters:
         newest = self.find_loaded(lora)
         return self.read(lora) if newest is None else newest.digest
 
+    def list_contents(self, lora: LoRARequest) -> list[str]:
+        """The digests that the adapter's files have had."""
+        return sorted(self._contents[lora.lora_path])
+
     def find_loaded(self, lora: LoRARequest) -> Revision | None:
-        """What new requests get, if the adapter has been loaded before."""
+        """Returns the revision that new requests get, if the adapter has been loaded before."""
         newest = self.manager._newest.get(lora.lora_int_id)
         return newest if newest is not None and newest.digest else None
 
     def began(self, client: Client) -> AdapterInfo | None:
-        """What the client's first output has told of its adapter."""
+        """Returns what the client's first output has said of its adapter."""
         lora = client.request.lora_request
         if lora is None or not client.received:
             return None
         return AdapterInfo(lora.lora_int_id, 1, client.digest, 1, 1)
 
     def heard(self, client: Client, info: AdapterInfo) -> None:
-        """The first output of a request tells the revision that it uses."""
+        """Handles the first output of a request, which names the revision that it uses."""
         lora = client.request.lora_request
         assert lora is not None
         assert info.lora_int_id == lora.lora_int_id
@@ -98,7 +103,7 @@ class Adapters:
         client.expected = self.sim._expect(client.request, [], info.digest)
 
     def is_legitimate_failure(self, client: Client, error_type: str) -> bool:
-        """Whether a request may end with this error."""
+        """Returns whether a request may end with this error."""
         lora = client.request.lora_request
         if lora is None:
             return False
@@ -114,7 +119,7 @@ class Adapters:
         )
 
     def takes_failure(self, client: Client, output: EngineCoreOutput) -> bool:
-        """Whether this output is the end of a request whose adapter cannot be had."""
+        """Returns whether this output is the end of a request whose adapter cannot be had."""
         if output.finish_reason is not FinishReason.ERROR or client.is_over:
             return False
         assert self.is_legitimate_failure(client, output.error_type), f"{output} for {client}"
@@ -155,10 +160,11 @@ class Adapters:
         return {i for i, one in self.manager._newest.items() if one.state is AdapterState.FAILED}
 
     def _add(self, lora: LoRARequest) -> None:
-        try:
+        if self.manager._is_asleep:
+            with pytest.raises(ClientError, match="sleeps"):
+                self.manager.add_lora(lora)
+        else:
             self._adding.append((lora, self.manager.add_lora(lora)))
-        except ClientError as e:
-            assert "sleeps" in str(e), f"{e}"
 
     def _take_added(self) -> None:
         done = [(lora, future) for lora, future in self._adding if future.done()]
@@ -183,6 +189,7 @@ class Adapters:
 
     def pass_time(self) -> None:
         """A step's time passes; the engine is woken as its loop would be."""
+        self._take_added()
         self.now += TICK_S
         self.worker.tick()
         if self.is_woken:
@@ -191,7 +198,6 @@ class Adapters:
 
     def check(self) -> None:
         """Checks after every operation: references, places and memory add up, and stay below their bounds."""
-        self._take_added()
         manager, limits = self.manager, self.sim.world.config.lora_config
         scheduler = self.sim.invariants.scheduler
         bound = Counter(request.adapter for request in scheduler.requests.values() if request.adapter is not None)
@@ -208,13 +214,18 @@ class Adapters:
         assert len(manager._blocked) <= len(scheduler.requests)
 
     def settle(self) -> None:
-        """No request is left: every load ends, and nothing holds on to anything."""
+        """No request is left: every load ends."""
         for _ in range(1000):
             self.pass_time()
             if not self.worker.num_under_way and not self.is_woken:
                 break
-        self.check()
+        self._take_added()
         assert not self._adding, f"these loads never end: {self._adding}"
+        self.check()
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """No request is left: nothing may hold on to an adapter."""
         assert not self.manager._blocked
         assert all(not one.num_bound and not one.num_begun for one in self.manager._revisions.values())
         assert all(one.is_newest for one in self.manager._revisions.values()), "an old revision is held by nothing"

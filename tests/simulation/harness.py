@@ -20,7 +20,7 @@ import pytest
 from quire.engine import core
 from quire.engine.lora.memory import Revision
 from quire.engine.sched.interface import PauseState
-from quire.errors import ClientError, ValidationError
+from quire.errors import ClientError, QuireError, ValidationError
 from quire.frontend.session import SessionInput
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import ExpectedOutput, expected_output
@@ -57,9 +57,9 @@ class Client:
     inputs: deque[SessionInput] = field(default_factory=deque)
     """Inputs of a session that have not begun."""
     digest: str = ""
-    """Of the adapter's files that `expected` follows from."""
+    """Digest of the adapter's files that `expected` follows from."""
     revision: Revision | None = None
-    """What it is bound to, if its adapter had been loaded before it came."""
+    """Revision that it is bound to, if its adapter had been loaded before it came."""
 
     @property
     def is_complete(self) -> bool:
@@ -153,6 +153,9 @@ class Simulation:
         client = self._make_client(request)
         expected = client.expected
         if rng.random() < 0.1:  # began before a restart that this engine knows nothing of
+            if self.world.adapter_share and request.lora_request is not None:
+                client.digest = rng.choice(self.adapters.list_contents(request.lora_request))
+                client.expected = expected = self._expect(request, [], client.digest)
             client.received = expected.token_ids[: rng.randint(0, len(expected.token_ids))]
         self._num_added += 1
         self._note_text(client)
@@ -178,7 +181,7 @@ class Simulation:
         began = self.adapters.began(client)
         try:
             self._send(msgspec.structs.replace(client.request, output_token_ids=received, adapter=began))
-        except ClientError as e:
+        except QuireError as e:
             if not self.adapters.is_legitimate_failure(client, type(e).__name__):
                 raise
             self.seen["requests refused for their adapter"] += 1

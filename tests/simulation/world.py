@@ -19,9 +19,8 @@ from quire.engine.sched.policy import POLICIES
 from quire.frontend.session import SessionInput
 from quire.lora_request import LoRARequest
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams
-from quire.testing.fake_adapters import FakeAdapters
 from quire.testing.fake_executor import FakeExecutor
-from quire.testing.fake_hardware import InFlight
+from quire.testing.fake_hardware import FakeAdapters, InFlight
 from quire.testing.fake_model import KV_IDENTITY
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput

@@ -44,7 +44,7 @@ class Revision:
         self.request = request
         self.key: AdapterKey = (request.lora_int_id, number)
         self.digest = digest
-        """Of its contents; empty before the first load."""
+        """SHA-256 of its contents; empty before the first load."""
         self.num_bytes = 0
         """Memory that it takes or will take; 0 before it is measured."""
         self.rank = 0
@@ -56,16 +56,16 @@ class Revision:
         self.has_changed = False
         """True if the files have other contents now: it will never be loaded again."""
         self.is_newest = False
-        """New requests of the adapter use it."""
+        """True if new requests of the adapter use it."""
         self.is_candidate = False
-        """It will be the newest once it is loaded."""
+        """True if it will be the newest once it is loaded."""
         self.loading_since = 0.0
         self.is_pinned = False
-        """It stays in memory."""
+        """True if it stays in memory."""
         self.num_bound = 0
         """Unfinished requests that use it."""
         self.num_begun = 0
-        """Those of them that have been admitted: they end on it."""
+        """Number of those that have been admitted: they end on it."""
         self.waiters: list[Future[AdapterInfo]] = []
         """Callers of add_lora."""
 
@@ -232,8 +232,9 @@ class AdapterMemory:
 class AdapterPlaces:
     """Distinct adapters among the running requests, at most `max_loras`; None: unlimited.
 
-    Of those in memory, the adapter that has waited longest gets the next free place. Once it has waited `MAX_WAIT_S`, no new request of an
-    adapter that has a place is admitted before it. Requests that have begun go before all others: each of them ends.
+    Of the adapters in memory, the one that has waited longest gets the next free place. Once it has waited
+    `MAX_WAIT_S`, no new request of an adapter that has a place is admitted before it. Requests that have begun go
+    before all others: each of them ends.
     """
 
     def __init__(self, max_loras: int | None, is_loaded: Callable[[AdapterKey], bool] = lambda key: True) -> None:

@@ -398,7 +398,7 @@ class AsyncMPClient(MPClient, AsyncEngineCoreClient):  # type: ignore[override] 
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         if self.control_relay is not None and method in REMEMBERED_VERBS:
-            return await self.control_relay(method, args)
+            return convert_result(method, await self.control_relay(method, args))
         return convert_result(method, await asyncio.wrap_future(self.begin_call(method, args)))
 
 
