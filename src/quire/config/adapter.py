@@ -145,7 +145,7 @@ def _cost(key: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says, as far as it matters."""
+    """The fields of adapter_config.json that matter."""
 
     rank: int
     alpha: float
@@ -408,7 +408,7 @@ class AdapterIndex:
     data_start: int
     """Position of the tensors' data in the file."""
     notes: tuple[str, ...] = ()
-    """What is worth a line in the log."""
+    """Lines for the log."""
 
     @staticmethod
     def read(directory: str | Path, limits: LoRAConfig, targets: AdapterTargets | None = None) -> AdapterIndex:
@@ -465,7 +465,7 @@ class _Matching:
     _found: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
     """Factors A and B, by module."""
     _tables: dict[str, bool] = field(default_factory=dict)
-    """Whether a module's factors are named as those of a table are."""
+    """True for modules whose factors are named as those of a table are."""
     _copies: int = 0
 
     def match(self, tensors: Mapping[str, TensorInfo], data_start: int) -> AdapterIndex:

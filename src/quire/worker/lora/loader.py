@@ -84,7 +84,7 @@ class LoadedAdapter:
     name: str
     info: AdapterInfo
     packed: Mapping[str, PackedLowRank]
-    """By site."""
+    """Weights by site."""
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class AdapterLoader:
     def _load(self, job: _Job) -> AdapterInfo:
         try:
             with torch.inference_mode():
-                adapter = _Reading(self, job).read()
+                adapter = _Reading(self, job).run()
         finally:
             self._jobs.discard(job)
         self._deliver(adapter)
@@ -214,7 +214,7 @@ class _Reading:
         self._digest = hashlib.sha256()
         self._name = job.load.lora_request.lora_name
 
-    def read(self) -> LoadedAdapter:
+    def run(self) -> LoadedAdapter:
         loader, load = self._loader, self._job.load
         directory = directory_of(load.lora_request)
         failpoint("lora.read", self._name)
