@@ -4,7 +4,12 @@ import asyncio
 
 import pytest
 
-from quire.testing.metrics_audit import watching
+from quire.frontend.metrics.catalog.spec import LORA
+from quire.frontend.metrics.collect.events import IterationStats
+from quire.frontend.metrics.collect.facts import FrontendFacts
+from quire.frontend.metrics.collect.ledger import RequestLedger
+from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
+from quire.testing.metrics_audit import MetricsAudit, watching
 
 
 def test_it_looks_while_the_block_runs_and_no_longer() -> None:
@@ -71,3 +76,20 @@ def test_a_block_that_fails_ends_the_watching() -> None:
 
 async def _wait(event: asyncio.Event) -> None:
     await event.wait()
+
+
+def test_tokens_of_adapters_that_do_not_add_up_are_found() -> None:
+    """As they would not, were an adapter's tokens counted twice."""
+    logger = PrometheusStatLogger(
+        MetricsSetup(model_name="m", conditions=frozenset({LORA})),
+        lambda: FrontendFacts(time=1.0, ledger=RequestLedger(num_delivered_tokens=4), num_live={}),
+    )
+    stats = IterationStats(num_generation_tokens=4)
+    stats.add_adapter_tokens("a", 0, 3)
+    logger.record(None, stats)
+    audit = MetricsAudit(one_clock=False)
+    audit.check(logger.snapshot())
+    found = logger.snapshot()
+    found.find("quire_lora_generation_tokens").series[-1].value += 1
+    with pytest.raises(AssertionError, match="generated tokens, and those of all adapters: 4 is not 5"):
+        audit.check(found)
