@@ -107,3 +107,10 @@ class Pools(Steady):
         req_ids = list(step.num_scheduled_tokens)
         output = ModelRunnerOutput(req_ids, [[] for _ in req_ids], pooler_output=pooled)
         return self._start(output, step.total_num_scheduled_tokens)
+
+
+class SlowAdapters(Steady):
+    """Adapters take 20 ms to load, and seven fit at once."""
+
+    adapter_load_s = 0.02
+    adapter_bytes = 140_000

@@ -64,7 +64,9 @@ class CacheModel:
 
     def _prefix(self, request: Request, index: int) -> Prefix:
         tokens = request.all_token_ids[: (index + 1) * self.block_size]
-        return (request.cache_salt, request.lora_request, *tokens)
+        lora = request.lora_request
+        adapter = None if lora is None else (lora.lora_name, lora.lora_path, request.lora_revision)
+        return (request.cache_salt, adapter, *tokens)
 
     def _give_out(self, block_ids: list[int]) -> None:
         for block_id in block_ids:

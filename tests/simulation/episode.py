@@ -12,6 +12,8 @@ from tests.simulation.world import World, draw_operations
 
 AUDITED = 10
 """One episode in so many has a frontend: a scrape costs three times what an operation does."""
+ADAPTING = 5
+"""One episode in so many has adapters that compete for memory and places, fail and change."""
 
 
 def is_audited(seed: int) -> bool:
@@ -34,12 +36,14 @@ def run_episode(
     """
     rng = random.Random(seed)
     world = World.draw(rng)
+    has_frontend = is_audited(seed) if audited is None else audited
+    if seed % ADAPTING == 1 and not has_frontend:
+        world = world.with_adapters(random.Random(seed + 0.5))
     operations = draw_operations(rng, world, num_operations)
     if seed % 2:
         world = world.with_drafts(random.Random(~seed))
     if log is not None:
         log(str(world))
-    has_frontend = is_audited(seed) if audited is None else audited
     simulation = AuditedSimulation(world, log, seed=seed) if has_frontend else Simulation(world, log)
     for index, operation in enumerate([*operations, ("drain", 0)]):
         if keep is not None and index < num_operations and not keep(index):

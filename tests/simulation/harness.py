@@ -11,19 +11,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from quire.engine import core
+from quire.engine.lora.memory import Revision
 from quire.engine.sched.interface import PauseState
-from quire.errors import ClientError, ValidationError
+from quire.errors import ClientError, QuireError, ValidationError
 from quire.frontend.session import SessionInput
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import ExpectedOutput, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
+from tests.simulation.adapters import Adapters
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_input, draw_request
 
@@ -54,6 +56,10 @@ class Client:
     """The engine ended it on its own account; its end is still to be received."""
     inputs: deque[SessionInput] = field(default_factory=deque)
     """Inputs of a session that have not begun."""
+    digest: str = ""
+    """Digest of the adapter's files that `expected` follows from."""
+    revision: Revision | None = None
+    """Revision that it is bound to, if its adapter had been loaded before it came."""
 
     @property
     def is_complete(self) -> bool:
@@ -106,17 +112,21 @@ class Simulation:
         self._num_added = self._num_inputs = 0
         self.weights = ""
         """The checkpoint of the last update."""
+        self.adapters = Adapters(self)
         self._start_engine()
 
     def _start_engine(self) -> None:
         # An engine collects garbage once, at its start. Here thousands start: that would be most of the time.
         with patch.object(core, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None)):
-            self.core = core.EngineCore(self.world.config, self.world.executor_class, log_stats=True)
+            self.core = core.EngineCore(self.world.config, self.world.executor_class, True, wake=self.adapters.wake)
         executor = self.core.executor
         assert isinstance(executor, SimulatedExecutor)
         self.executor = executor
+        self.model = executor.model
+        """The one that answers are expected of."""
         self.invariants = Invariants(self)
         executor.on_step = self.invariants.scheduled
+        self.adapters.begin_engine()
 
     def close(self) -> None:
         """The engine goes away."""
@@ -140,13 +150,20 @@ class Simulation:
         max_model_len = self.core.ready_response.max_model_len
         request_id = f"r{self._num_added}"
         request = draw_request(rng, self.world, request_id, self._num_added, max_model_len, self._history)
-        expected = self._expect(request, [])
-        client = Client(request, expected)
+        client = self._make_client(request)
+        expected = client.expected
         if rng.random() < 0.1:  # began before a restart that this engine knows nothing of
+            if self.world.adapter_share and request.lora_request is not None:
+                client.digest = rng.choice(self.adapters.list_contents(request.lora_request))
+                client.expected = expected = self._expect(request, [], client.digest)
             client.received = expected.token_ids[: rng.randint(0, len(expected.token_ids))]
         self._num_added += 1
         self._note_text(client)
         return self._submit(client)
+
+    def _make_client(self, request: EngineCoreRequest, **fields: Any) -> Client:
+        digest = self.adapters.digest_for(request.lora_request)
+        return Client(request, self._expect(request, [], digest), digest=digest, **fields)
 
     def _note_text(self, client: Client) -> None:
         """Later prompts may begin like this one and its answer."""
@@ -156,7 +173,19 @@ class Simulation:
     def _submit(self, client: Client, in_step: bool = False) -> None:
         self.live[client.request.request_id] = client
         self.invariants.added(client.request.request_id, in_step)
-        self._send(msgspec.structs.replace(client.request, output_token_ids=list(client.received)))
+        lora, received = client.request.lora_request, list(client.received)
+        if lora is not None and not received:  # it may have been sent to another engine before
+            client.digest = self.adapters.digest_for(lora)
+            client.revision = self.adapters.find_loaded(lora)
+            client.expected = self._expect(client.request, [], client.digest)
+        began = self.adapters.began(client)
+        try:
+            self._send(msgspec.structs.replace(client.request, output_token_ids=received, adapter=began))
+        except QuireError as e:
+            if not self.adapters.is_legitimate_failure(client, type(e).__name__):
+                raise
+            self.seen["requests refused for their adapter"] += 1
+            del self.live[client.request.request_id]
 
     def _send(self, request: EngineCoreRequest) -> None:
         if self.log is not None:
@@ -205,7 +234,7 @@ class Simulation:
         if len(request.prompt_token_ids or ()) >= self.core.ready_response.max_model_len:
             self.seen["sessions without room"] += 1
             return
-        following = Client(request, self._expect(request, []), inputs=client.inputs)
+        following = self._make_client(request, inputs=client.inputs)
         self._note_text(following)
         self._submit(following, in_step)
 
@@ -238,7 +267,8 @@ class Simulation:
         self.seen["aborted in flight"] += any(r.request_id in chosen for r in self.core.scheduler.running)
         self._forget(chosen)
         self._step(number)
-        self.core.abort_requests(chosen)  # there may have been no step to do; a second abort does nothing
+        # There may have been no step to do; a second abort does nothing. A session may have begun with its next input.
+        self.core.abort_requests([request_id for request_id in chosen if request_id not in self.live])
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -249,6 +279,11 @@ class Simulation:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _step(self, number: int) -> None:
+        self.adapters.pass_time()
+        if self.core.is_blocked():
+            self.seen["blocked by adapters"] += 1
+            assert self.executor.adapters.num_under_way, "the core waits, and nothing will wake it"
+            return None
         self.invariants.scheduling()
         try:
             outputs, executed = self.core.step_fn()
@@ -264,6 +299,8 @@ class Simulation:
         for client_index, client_outputs in (outputs or {}).items():
             for output in client_outputs.outputs:
                 client = self.live.get(output.request_id)
+                if client is None and output.error_type and self.world.adapter_share:
+                    continue  # aborted after its adapter could not be had, before its end was sent
                 assert client is not None, f"an output for {output.request_id}, which is not live: {output}"
                 assert client.request.client_index == client_index, f"{output.request_id} was sent to {client_index}"
                 self._hear(client, output)
@@ -295,6 +332,11 @@ class Simulation:
     def _hear(self, client: Client, output: EngineCoreOutput) -> None:
         if self.log is not None:
             self.log(f"    {output.request_id}: {output.new_token_ids} {output.finish_reason or ''}")
+        if output.adapter is not None:
+            self.adapters.heard(client, output.adapter)
+        if self.adapters.takes_failure(client, output):
+            del self.live[output.request_id]
+            return
         self.invariants.heard(client, output)
         expected, client.received = client.expected, client.received + output.new_token_ids
         heard = len(client.received)
@@ -351,6 +393,8 @@ class Simulation:
         if level:
             self.invariants.reset_prefix_cache(True, with_running=True)
             assert self.executor.num_live_requests == 0
+        if level == 2:
+            self.adapters.slept()
 
     def _wake_up(self, number: int) -> None:
         tags = (None, ["weights"], ["kv_cache"], ["weights", "kv_cache"])[number % 4]
@@ -370,19 +414,24 @@ class Simulation:
         path = f"/checkpoint-{number % 3}"
         if not self._wait_for_steps(lambda: self.core.lifecycle.update_weights(path)):
             return
-        self.weights = path
+        self.weights, self.model = path, self.executor.model
         self.invariants.reset_prefix_cache(True, with_running=True)
         for client in self.live.values():
             self.seen["answers changed by weights"] += not client.is_over and bool(client.received)
             if not client.is_over:
-                client.expected = self._expect(client.request, client.received)
+                client.expected = self._expect(client.request, client.received, client.digest)
 
-    def _expect(self, request: EngineCoreRequest, received: list[int]) -> ExpectedOutput:
+    def _expect(self, request: EngineCoreRequest, received: list[int], digest: str) -> ExpectedOutput:
         prompt, params = request.prompt_token_ids, request.sampling_params
         assert prompt is not None
         assert params is not None
         max_model_len = self.core.ready_response.max_model_len
-        return expected_output(self.executor.model, prompt, params, max_model_len, request.lora_request, received)
+        lora = request.lora_request
+        return expected_output(self.model, prompt, params, max_model_len, lora, received, digest)
+
+    def _adapters(self, number: int) -> None:
+        """Adapters are loaded, loaded again, removed, pinned, or change on the disk."""
+        self.adapters.do(number)
 
     def _fault(self, number: int) -> None:
         """A step fails in the worker, which lives on: what it computed is lost, no request is."""
@@ -401,6 +450,7 @@ class Simulation:
         self._start_engine()
         if self.weights:  # a supervisor gives the weights to an engine that it starts again
             self.core.lifecycle.update_weights(self.weights)
+            self.model = self.executor.model
         for client in survivors.values():
             client.admitted_with = None
             if not client.is_cut_off:
@@ -419,4 +469,5 @@ class Simulation:
             self.invariants.check()
         left = [*self.live, *self.resting]
         assert not left, f"after {limit} steps without new requests these are not finished: {left}"
+        self.adapters.settle()
         self.invariants.check_idle()

@@ -95,9 +95,13 @@ class Invariants:
         accounted for."""
         self.manager.check_integrity()
         self._check_drafts()
+        self.sim.adapters.check()
         scheduler, live = self.scheduler, self.sim.live
         running, waiting = scheduler.running, list(scheduler.waiting)
-        num_live = sum(not client.is_over for client in live.values())
+        ending = {one.request_id for batch in scheduler._outputs._outputs.values() for one in batch if one.error_type}
+        for batches, _ in self.sim.core._undelivered:
+            ending |= {one.request_id for batch in (batches or {}).values() for one in batch.outputs if one.error_type}
+        num_live = sum(not client.is_over and i not in ending for i, client in live.items())
         assert len(running) + len(waiting) == len(scheduler.requests) == num_live, (
             f"{num_live} requests are live; {len(running)} are running, {len(waiting)} waiting, "
             f"{len(scheduler.requests)} known"
@@ -353,4 +357,6 @@ class Invariants:
             total += ceil((num_prompt + num_outputs) / chunk) + num_outputs + 1
             most = self.manager.max_model_len
             total += sum(ceil(most / chunk) + most for _ in client.inputs)
+        if self.sim.world.adapter_share:  # each may wait for a load, a place and memory, one after the other
+            total += 100 * (len(self.sim.live) + len(self.sim.resting))
         return (total + 2) * (self.sim.executor.max_concurrent_batches + 1)

@@ -12,8 +12,10 @@ import pytest
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.engine.core import EngineCore
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_hardware import VirtualClock
@@ -114,3 +116,73 @@ def test_tokens_keep_coming_while_long_prompts_are_computed(threshold: int, capl
         gaps = [later - sooner for sooner, later in pairwise(times)]
         assert max(gaps) <= LONGEST_STEP_S + 1e-9
     server.core.shutdown()
+
+
+class Crowd:
+    """Adapters of which one is asked for all the time: two requests of "busy" overlap, whenever one ends another comes.
+
+    `admitted` has the adapters of the requests in the order of their admission.
+    """
+
+    def __init__(self, **limits: Any) -> None:
+        config = EngineConfig(
+            model_config=ModelConfig(max_model_len=200, hf_config=HFConfig({"max_position_embeddings": 200}, Path())),
+            cache_config=CacheConfig(num_gpu_blocks_override=300),
+            scheduler_config=SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=BUDGET),
+            lora_config=LoRAConfig(enable_lora=True, **limits),
+        )
+        self.core = EngineCore(config, FakeExecutor, log_stats=False)
+        self.now = 0.0
+        self.core.adapters.clock = lambda: self.now
+        self.admitted: list[str] = []
+        self._num_sent = 0
+
+    def send(self, adapter: str, max_tokens: int) -> None:
+        self._num_sent += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        lora = LoRARequest(adapter, {"busy": 1, "rare": 2, "late": 3}[adapter], f"/{adapter}")
+        request = EngineCoreRequest(f"{adapter}-{self._num_sent}", [1, 2], params, None, 0.0, lora_request=lora)
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def step(self) -> None:
+        self.now += 0.05
+        for outputs in (self.core.step()[0] or {}).values():
+            for output in outputs.outputs:
+                if output.prefill_stats is not None:
+                    self.admitted.append(output.request_id.partition("-")[0])
+                if output.finished and output.request_id.startswith("busy"):
+                    self.send("busy", 20)
+
+
+@pytest.mark.parametrize("limits", [{"max_loras": 1}, {"max_cpu_loras": 1}, {"lora_memory_bytes": 1500}])
+def test_an_adapter_that_is_always_asked_for_starves_no_other(limits: dict[str, int]) -> None:
+    """After 2 s no new request of it is admitted; those that run end within a second."""
+    crowd = Crowd(**limits)
+    crowd.send("busy", 20)
+    crowd.step()
+    for _ in range(10):
+        crowd.step()
+    crowd.send("busy", 20)
+    crowd.send("rare", 5)
+    asked_at = crowd.now
+    while "rare" not in crowd.admitted:
+        crowd.step()
+        assert crowd.now < asked_at + 2.0 + 1.5, f"{crowd.admitted}"
+    assert crowd.now > asked_at + 1.9, "as long as the busy one has requests that came before, they are served"
+    num_busy = crowd.admitted.count("busy")
+    for _ in range(60):
+        crowd.step()
+    assert crowd.admitted.count("busy") > num_busy, "and then it is served again"
+
+
+def test_adapters_get_a_place_in_the_order_in_which_they_wait() -> None:
+    crowd = Crowd(max_loras=1)
+    crowd.send("busy", 20)
+    crowd.step()
+    for adapter in ("late", "rare"):
+        crowd.send(adapter, 3)
+        crowd.step()
+    while not {"rare", "late"} <= set(crowd.admitted):
+        crowd.step()
+        assert crowd.now < 10
+    assert [adapter for adapter in crowd.admitted if adapter != "busy"] == ["late", "rare"]

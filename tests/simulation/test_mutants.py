@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from quire.engine.kv_cache.manager import KVCacheManager
+from tests.simulation.adapters import Adapters
 from tests.simulation.episode import run_episode
 from tests.simulation.harness import SimulationError
 from tests.simulation.invariants import Invariants
@@ -27,6 +28,9 @@ LUCKY_SEEDS = {
     "registered_before_computed": 34, "shared_block_not_counted": 2, "sleep_with_steps_in_flight": 4,
     "token_in_flight_computed_again": 8, "victim_keeps_its_tokens": 3, "watermark_ignored": 22,
     "window_hit_too_short": 2, "wrong_free_order": 2,
+    "adapter_evicted_in_use": 11, "adapters_beyond_the_budget": 1, "admitted_before_it_is_loaded": 1,
+    "core_not_woken": 6, "end_kept_from_the_gates": 1, "one_adapter_too_many": 16,
+    "preemption_kept_from_the_gates": 6, "resumed_on_other_files": 41, "revision_not_in_the_key": 66,
 }  # fmt: skip
 """Seeds that have caught mutants which seeds 0 and 1 do not. They save time and may age: all seeds follow."""
 
@@ -64,6 +68,8 @@ def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.Mo
     """With every check of the engine's inside switched off, outputs or messages to the worker are wrong."""
     for check in ("check", "scheduling", "scheduled", "heard", "heard_stats", "check_idle", "reset_prefix_cache"):
         monkeypatch.setattr(Invariants, check, lambda *args, **kwargs: None)
+    for check in ("check", "check_idle"):
+        monkeypatch.setattr(Adapters, check, lambda self: None)
     monkeypatch.setattr(Invariants, "free_order", lambda *args: nullcontext())
     monkeypatch.setattr(KVCacheManager, "check_integrity", lambda self: None)
     MUTANTS[name](monkeypatch)

@@ -50,6 +50,8 @@ class RecordedSimulation(Simulation):
 def record(seed: int, directory: Path) -> tuple[list[Path], Counter[str]]:
     rng = random.Random(seed)
     world = World.draw(rng)
+    if seed % 3 == 1:
+        world = world.with_adapters(random.Random(seed + 0.5))
     operations = draw_operations(rng, world, NUM_OPERATIONS)
     simulation = RecordedSimulation(world, directory)
     for operation in [*operations, ("drain", 0)]:
@@ -86,6 +88,7 @@ def test_random_engines_replay_to_the_last_decision(tmp_path: Path) -> None:
     for situation in (
         *("preemptions", "admissions with cached tokens", "abort", "abort_in_flight", "failed steps", "segments"),
         *("ids used again at once", "finished: repetition", "admissions with outputs"),
+        *("blocked by adapters", "requests without their adapter"),
     ):
         assert seen[situation] > (NUM_EPISODES if FRESH else 0), (situation, seen)
     assert set(kinds) == {"Add", "End", "Step", "Update", "Abandon", "Reset", "Pause"}

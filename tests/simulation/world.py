@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.speculative import Drafting, SpeculativeConfig
 from quire.engine.sched.policy import POLICIES
@@ -17,11 +20,12 @@ from quire.frontend.session import SessionInput
 from quire.lora_request import LoRARequest
 from quire.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.testing.fake_executor import FakeExecutor
-from quire.testing.fake_hardware import InFlight
+from quire.testing.fake_hardware import FakeAdapters, InFlight
 from quire.testing.fake_model import KV_IDENTITY
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, SlidingWindowSpec
+from quire.wire.lora import AdapterInfo, AdapterLoad
 
 VOCAB_SIZE = 8
 """Few tokens, so that prefixes meet and stop tokens come up."""
@@ -37,16 +41,66 @@ DRAFTERS = (
     "raising",
 )
 LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("red", 2, "/redder"), LoRARequest("blue", 3, "/blue"))
+MORE_LORAS = (*LORAS, LoRARequest("green", 4, "/green"), LoRARequest("grey", 5, "/grey"))
+MAX_LOAD_STEPS = 12
+"""Most steps that the load of an adapter takes."""
 
 
 class WorkerFault(RuntimeError):  # noqa: N818  it is one, not an error of ours
     """An error that a worker raises when an operation asks for it."""
 
 
+class SimulatedAdapters(FakeAdapters):
+    """Loads take random numbers of ticks, and fail at random. Adapters have sizes of their own."""
+
+    def __init__(self, max_steps: int, failure_rate: float) -> None:
+        super().__init__(failure_rate=failure_rate)
+        self.max_steps = max_steps
+        """0: loads are done at once."""
+        self.num_failed: Counter[int] = Counter()
+        """Loads that failed, by adapter id."""
+        self._under_way: list[list[Any]] = []
+        """Ticks left, and what to call then."""
+
+    @property
+    def num_under_way(self) -> int:
+        """Loads and measurements that have not ended."""
+        return len(self._under_way)
+
+    def size_of(self, lora_request: LoRARequest) -> int:
+        return 100 + 60 * lora_request.lora_int_id
+
+    def tick(self) -> None:
+        """Some time passes."""
+        for entry in self._under_way:
+            entry[0] -= 1
+        ended = [end for ticks, end in self._under_way if ticks <= 0]
+        self._under_way = [entry for entry in self._under_way if entry[0] > 0]
+        for end in ended:
+            end()
+
+    def _later(self, end: Callable[[], None]) -> None:
+        if self.max_steps:
+            self._under_way.append([self._rng.randint(1, self.max_steps), end])
+        else:
+            end()
+
+    def measure(self, lora_request: LoRARequest) -> Future[int]:
+        future: Future[int] = Future()
+        self._later(lambda: future.set_result(self.size_of(lora_request)))
+        return future
+
+    def end_load(self, load: AdapterLoad, future: Future[AdapterInfo], fails: bool) -> None:
+        end = super().end_load
+        self.num_failed[load.lora_request.lora_int_id] += fails
+        self._later(lambda: end(load, future, fails))
+
+
 class SimulatedExecutor(FakeExecutor):
     """Passes every step to `on_step`, right after it was scheduled, and fails on request."""
 
     vocab_size = VOCAB_SIZE
+    adapter_steps: ClassVar[int] = 0
     drafter: ClassVar[str] = "right"
     """One of `DRAFTERS`."""
     fault: str | None = None
@@ -54,6 +108,7 @@ class SimulatedExecutor(FakeExecutor):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
+        self.adapters: SimulatedAdapters = SimulatedAdapters(self.adapter_steps, self.adapter_failure_rate)
         self.on_step: Callable[[SchedulerOutput], None] = lambda step: None
         self._rng = random.Random(self.drafter)
         self._late: DraftTokenIds | None = None
@@ -124,6 +179,28 @@ class World:
     add_weight: int
     session_share: float
     """Share of requests that are sessions."""
+    adapter_share: float = 0.0
+    """Share of requests that have an adapter, where adapters are short of memory and places, and change; 0: a few
+    have, which are loaded at once."""
+
+    def with_adapters(self, rng: random.Random) -> World:
+        """The same, with adapters that compete, fail and are loaded again."""
+        lora_config = LoRAConfig(
+            enable_lora=True,
+            max_loras=rng.choice([None, 1, 1, 2, 3]),
+            max_cpu_loras=rng.choice([None, None, 1, 2, 3]),
+            lora_memory_bytes=rng.choice([300, 500, 800, 5000]),  # the largest takes 400
+        )
+        executor_class = type(
+            "AdaptingExecutor",
+            (self.executor_class,),
+            {
+                "adapter_steps": rng.choice([1, 3, MAX_LOAD_STEPS]),
+                "adapter_failure_rate": rng.choice([0.0, 0.0, 0.1, 0.5]),
+            },
+        )
+        config = replace(self.config, lora_config=lora_config)
+        return replace(self, config=config, executor_class=executor_class, adapter_share=rng.choice([0.3, 0.9]))
 
     def with_drafts(self, rng: random.Random) -> World:
         """The same, with speculation."""
@@ -184,6 +261,7 @@ class World:
                 scheduler_reserve_full_isl=rng.random() < 0.5,
                 watermark=rng.choice([0.0, 0.0, 0.05, 0.2]),
             ),
+            lora_config=LoRAConfig(enable_lora=True, lora_memory_bytes=1 << 20),
         )
         executor_class = type(
             "WorldExecutor",
@@ -234,12 +312,18 @@ def draw_request(
         sampling_params=_draw_params(rng, salt),
         pooling_params=None,
         arrival_time=float(arrival // 2),  # ties happen
-        lora_request=rng.choice(LORAS) if rng.random() < 0.1 else None,
+        lora_request=rng.choice(LORAS) if rng.random() < 0.1 else _draw_adapter(rng, world),
         cache_salt=salt,
         client_index=rng.randrange(2),
         priority=rng.choice([0, 0, 0, 0, -1, 1, 2]),
         resumable=is_session,
     )
+
+
+def _draw_adapter(rng: random.Random, world: World) -> LoRARequest | None:
+    if not world.adapter_share or rng.random() >= world.adapter_share:
+        return None
+    return rng.choice(MORE_LORAS)
 
 
 def draw_input(rng: random.Random, world: World, session: EngineCoreRequest, arrival_time: float) -> SessionInput:
@@ -287,5 +371,7 @@ def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[
         "crash": 0.2,
         "drain": 0.1,
     }
+    if world.adapter_share:
+        weights["adapters"] = 6
     kinds = rng.choices(list(weights), list(weights.values()), k=count)
     return [(kind, rng.getrandbits(32)) for kind in kinds]

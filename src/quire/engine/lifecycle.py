@@ -90,6 +90,7 @@ class Lifecycle:
         if self._released:
             raise ClientError(f"the engine is asleep ({self._missing()} given back); call wake_up() instead")
         self._is_asleep = False
+        self._adapters.wake_up()
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
         while self._idle_state_callbacks:
             error = ClientError("the engine was resumed before the pause was complete")
@@ -165,7 +166,6 @@ class Lifecycle:
                 self._released.discard(part)
             if self._released:
                 return False
-            self._adapters.wake_up()
             self.resume_scheduler()
         return True
 

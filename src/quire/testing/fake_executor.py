@@ -26,8 +26,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.errors import ModelLoadError
 from quire.lora_request import LoRARequest
-from quire.testing.fake_adapters import FakeAdapters
-from quire.testing.fake_hardware import BlockTable, Clock, InFlight, KVMemory, ProtocolError, as_future
+from quire.testing.fake_hardware import BlockTable, Clock, FakeAdapters, InFlight, KVMemory, ProtocolError, as_future
 from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
 from quire.wire.execution import (
     EMPTY_MODEL_RUNNER_OUTPUT,

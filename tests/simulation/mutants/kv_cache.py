@@ -126,17 +126,18 @@ def hash_without_parent(patch: Patch) -> None:
 def hash_without_salt(patch: Patch) -> None:
     """Cache salts do not enter the hash (and hits are not compared)."""
     trust_hashes(patch)
-    _drop_extra_keys(patch, "cache_salt")
+    drop_extra_keys(patch, "cache_salt")
 
 
 @mutant
 def hash_without_adapter(patch: Patch) -> None:
     """LoRA adapters do not enter the hash (and hits are not compared)."""
     trust_hashes(patch)
-    _drop_extra_keys(patch, "lora")
+    drop_extra_keys(patch, "lora")
 
 
-def _drop_extra_keys(patch: Patch, tag: str) -> None:
+def drop_extra_keys(patch: Patch, tag: str) -> None:
+    """Leaves the keys with this tag out of hashes and comparisons."""
     original = hashing.block_extra_keys
 
     def block_extra_keys(request: Any, index: int) -> Any:

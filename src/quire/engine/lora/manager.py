@@ -66,7 +66,7 @@ class AdapterManager(AdmissionGate):
     ) -> None:
         self.clock = clock
         self.memory = AdapterMemory(memory_bytes, config.max_cpu_loras)
-        self.places = AdapterPlaces(config.max_loras)
+        self.places = AdapterPlaces(config.max_loras, self._is_loaded)
         self.is_enabled = config.enable_lora
         self._executor = executor
         self._wake = wake
@@ -119,7 +119,11 @@ class AdapterManager(AdmissionGate):
             newest = self._newest.pop(lora_id, None)
             if newest is None:
                 return False
-            self._retire(newest)
+            for revision in [one for key, one in self._revisions.items() if key[0] == lora_id]:
+                _end_waiters(revision, _removed(revision))
+                revision.is_candidate = False
+                self._retire(revision)
+            self._start_loads()
             return True
 
     def pin_lora(self, lora_id: int) -> bool:
@@ -166,7 +170,9 @@ class AdapterManager(AdmissionGate):
                     self._drop(revision)
 
     def wake_up(self) -> None:
-        """Loads adapters again, when they are asked for."""
+        """Loads adapters again, when they are asked for. Idempotent."""
+        if not self._is_asleep:
+            return
         with self._lock:
             self._is_asleep = False
             self._queue.add_later([one for one in self._newest.values() if one.is_pinned], self.clock())
@@ -200,6 +206,7 @@ class AdapterManager(AdmissionGate):
             revision = self._revisions[key]
             revision.num_bound -= 1
             self._forget_unused(revision)
+            self._start_loads(may_evict=False)
 
     def _find_newest(self, lora: LoRARequest, *, is_add: bool = False) -> Revision | None:
         """Returns the revision that a request of `lora` gets; None if the adapter is not known, or not any more."""
@@ -259,7 +266,7 @@ class AdapterManager(AdmissionGate):
         """Forgets a revision that no request uses and none will use."""
         if revision.is_newest or revision.is_candidate or revision.num_bound or self._queue.is_busy(revision):
             return
-        _end_waiters(revision, ClientError(f"adapter {revision.request.lora_name!r} was removed while it was loading"))
+        _end_waiters(revision, _removed(revision))
         self._queue.remove(revision)
         if revision in self.memory:
             self._drop(revision)
@@ -303,6 +310,9 @@ class AdapterManager(AdmissionGate):
         else:
             self._take_loaded(revision, result)
 
+    def _is_loaded(self, key: AdapterKey) -> bool:
+        return self._revisions[key].state is AdapterState.READY
+
     def _start_loads(self, *, may_evict: bool = True) -> None:
         """Gives the executor what there is room for, in the order in which it was asked for. One that has to wait for
         memory keeps those behind it waiting."""
@@ -313,22 +323,37 @@ class AdapterManager(AdmissionGate):
         if later is not None and later.state is AdapterState.COLD:
             self._set_state(later, AdapterState.LOADING)
             self._queue.add(later)
+        while self._start_first(now, may_evict):
+            pass
+
+    def _start_first(self, now: float, may_evict: bool) -> bool:
+        """Starts with the first ones. Returns whether one has failed, so that another is the first now."""
         is_next = True
         for revision in self._queue.first(MAX_LOADING):
             if self._queue.num_busy >= MAX_LOADING:
-                return
+                break
             if self._queue.is_busy(revision):
                 is_next = False
             elif not revision.num_bytes:
                 self._hand_over(revision, self._executor.measure_adapter(revision.request))
                 is_next = False
-            elif is_next and self._make_room(revision, now, may_evict):
-                self._queue.remove(revision)
-                self.memory.put(revision)
-                revision.loading_since = now
-                self._hand_over(revision, self._executor.load_adapter(AdapterLoad(revision.request, revision.key[1])))
-            else:
-                is_next = False
+            elif is_next:
+                try:
+                    self.memory.validate(revision)
+                except AdapterError as e:
+                    self._fail(revision, e)
+                    self._forget_unused(revision)
+                    return True
+                is_next = self._make_room(revision, now, may_evict)
+                if is_next:
+                    self._load(revision, now)
+        return False
+
+    def _load(self, revision: Revision, now: float) -> None:
+        self._queue.remove(revision)
+        self.memory.put(revision)
+        revision.loading_since = now
+        self._hand_over(revision, self._executor.load_adapter(AdapterLoad(revision.request, revision.key[1])))
 
     def _hand_over(self, revision: Revision, future: Future[int] | Future[AdapterInfo]) -> None:
         self._queue.begin(revision)
@@ -340,14 +365,7 @@ class AdapterManager(AdmissionGate):
         future.add_done_callback(note_result)
 
     def _make_room(self, revision: Revision, now: float, may_evict: bool) -> bool:
-        """Evicts what must go before a revision is loaded. Returns False if that waits, or can never be."""
-        try:
-            self.memory.validate(revision)
-        except AdapterError as e:
-            self._queue.remove(revision)
-            self._fail(revision, e)
-            self._forget_unused(revision)
-            return False
+        """Evicts what must go before a revision is loaded. Returns False if it has to wait for that."""
         is_urgent = self._queue.waits_too_long(now)
 
         def may_go(held: Revision) -> bool:
@@ -392,7 +410,7 @@ class AdapterManager(AdmissionGate):
         waiters, revision.waiters = revision.waiters, []
         for waiter in waiters:
             waiter.set_result(revision.info)
-        if self._is_asleep:
+        if self._is_asleep and revision.state is AdapterState.READY:
             self._drop(revision)
 
     def _replace_newest(self, revision: Revision) -> Revision:
@@ -400,10 +418,16 @@ class AdapterManager(AdmissionGate):
         revision.is_candidate = False
         lora_id = revision.key[0]
         newest = self._newest.get(lora_id)
-        if newest is None or newest.key[1] > revision.key[1]:
-            return revision  # removed, or reloaded again meanwhile
+        if newest is None:  # what it was to replace has failed and is forgotten
+            self._newest[lora_id] = revision
+            revision.is_newest = True
+            return revision
+        if newest.request.lora_name != revision.request.lora_name:
+            _end_waiters(revision, _removed(revision))
+            return revision
         is_same = (newest.digest, newest.request.lora_path) == (revision.digest, revision.request.lora_path)
-        if is_same and newest.state is AdapterState.READY:
+        is_older = newest.key[1] > revision.key[1] and bool(newest.digest)  # another reload was faster
+        if is_older or (is_same and newest.state is AdapterState.READY):
             newest.waiters += revision.waiters
             revision.waiters = []
             return newest
@@ -460,8 +484,7 @@ class AdapterManager(AdmissionGate):
                 if _error_of_resumed(request, revision) is not None or self._may_start(request, revision, now):
                     return True
             case AdapterState.FAILED:
-                if not self._rebind(request, revision):
-                    return True
+                return not self._rebind(request, revision) or self.is_ready(request)
             case AdapterState.COLD:
                 with self._lock:
                     self._ask_for(revision)
@@ -473,7 +496,10 @@ class AdapterManager(AdmissionGate):
     def _may_start(self, request: Request, revision: Revision, now: float) -> bool:
         has_begun = request.report.adapter is not None
         if not has_begun and self._queue.waits_too_long(now):
-            return False  # what runs now ends, and makes room for the adapter that waits
+            with self._lock:
+                self._start_loads()  # adapters that requests only wait for may go now
+            if revision.state is not AdapterState.READY or self._queue.waits_too_long(now):
+                return False  # what runs ends, and makes room for the adapter that waits
         return self.places.may_start(revision.key, now, has_begun=has_begun)
 
     def get_error(self, request: Request) -> QuireError | None:
@@ -521,9 +547,6 @@ class AdapterManager(AdmissionGate):
             if request.is_finished:
                 self._release(request, revision)
                 self._blocked.pop(request, None)
-            if revision.num_bound == self.places.count_running(revision.key):
-                self.places.forget(revision.key)
-            if request.is_finished:
                 self.memory.touch(revision)
                 self._forget_unused(revision)
                 self._start_loads()
@@ -531,6 +554,8 @@ class AdapterManager(AdmissionGate):
     def _release(self, request: Request, revision: Revision) -> None:
         revision.num_bound -= 1
         revision.num_begun -= request.report.adapter is not None
+        if revision.num_bound == self.places.count_running(revision.key):
+            self.places.forget(revision.key)  # no request of it waits any more
 
     def add_stats(self, stats: SchedulerStats) -> None:
         if not self._revisions and not self._stats.num_loads:
@@ -554,6 +579,10 @@ def _changed(lora: LoRARequest, before: str, now: str) -> GenerationError:
         f"the files of adapter {lora.lora_name!r} in {lora.lora_path!r} have changed since the request began (SHA-256 "
         f"{before[:12]}..., now {now[:12]}...), and it cannot go on with others: send it again"
     )
+
+
+def _removed(revision: Revision) -> ClientError:
+    return ClientError(f"adapter {revision.request.lora_name!r} was removed while it was loading")
 
 
 def _end_waiters(revision: Revision, error: QuireError) -> None:

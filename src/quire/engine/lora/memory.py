@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from enum import Enum
-from itertools import islice
+from itertools import islice, takewhile
 from queue import SimpleQueue
 
 from quire.engine.request import Request
@@ -44,7 +44,7 @@ class Revision:
         self.request = request
         self.key: AdapterKey = (request.lora_int_id, number)
         self.digest = digest
-        """Of its contents; empty before the first load."""
+        """SHA-256 of its contents; empty before the first load."""
         self.num_bytes = 0
         """Memory that it takes or will take; 0 before it is measured."""
         self.rank = 0
@@ -56,16 +56,16 @@ class Revision:
         self.has_changed = False
         """True if the files have other contents now: it will never be loaded again."""
         self.is_newest = False
-        """New requests of the adapter use it."""
+        """True if new requests of the adapter use it."""
         self.is_candidate = False
-        """It will be the newest once it is loaded."""
+        """True if it will be the newest once it is loaded."""
         self.loading_since = 0.0
         self.is_pinned = False
-        """It stays in memory."""
+        """True if it stays in memory."""
         self.num_bound = 0
         """Unfinished requests that use it."""
         self.num_begun = 0
-        """Those of them that have been admitted: they end on it."""
+        """Number of those that have been admitted: they end on it."""
         self.waiters: list[Future[AdapterInfo]] = []
         """Callers of add_lora."""
 
@@ -232,12 +232,14 @@ class AdapterMemory:
 class AdapterPlaces:
     """Distinct adapters among the running requests, at most `max_loras`; None: unlimited.
 
-    The adapter that has waited longest gets the next free place. Once it has waited `MAX_WAIT_S`, no new request of an
-    adapter that has a place is admitted before it. Requests that have begun go before all others: each of them ends.
+    Of the adapters in memory, the one that has waited longest gets the next free place. Once it has waited
+    `MAX_WAIT_S`, no new request of an adapter that has a place is admitted before it. Requests that have begun go
+    before all others: each of them ends.
     """
 
-    def __init__(self, max_loras: int | None) -> None:
+    def __init__(self, max_loras: int | None, is_loaded: Callable[[AdapterKey], bool] = lambda key: True) -> None:
         self.max_loras = max_loras
+        self._is_loaded = is_loaded
         self._running: dict[AdapterKey, set[Request]] = {}
         self._waiting: dict[AdapterKey, float] = {}
         """Adapters that found no place, and since when they wait, the first one first."""
@@ -259,18 +261,15 @@ class AdapterPlaces:
         if has_begun:
             return key in self._running or num_free > 0
         if key in self._running:
-            return all(now - since < MAX_WAIT_S for since in self._waiting.values())
+            return all(now - self._waiting[other] < MAX_WAIT_S for other in self._before(None))
         if num_free > sum(1 for _ in self._before(key)):
             return True
         self._waiting.setdefault(key, now)
         return False
 
-    def _before(self, key: AdapterKey) -> Iterator[AdapterKey]:
-        """Yields the adapters that have waited longer."""
-        for other in self._waiting:
-            if other == key:
-                return
-            yield other
+    def _before(self, key: AdapterKey | None) -> Iterator[AdapterKey]:
+        """Yields the adapters in memory that have waited longer; None: that wait."""
+        return filter(self._is_loaded, takewhile(lambda other: other != key, self._waiting))
 
     def enter(self, key: AdapterKey, request: Request) -> None:
         """Counts a request that runs from now on."""

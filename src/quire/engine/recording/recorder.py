@@ -56,7 +56,7 @@ class _Known:
         """Number of block hashes that the recording has."""
         self.is_ready = request.structured_output is None
         self.has_adapter = request.adapter is None
-        """True if its adapter was in memory, and had a place, when it was asked about last."""
+        """True if its adapter was in memory, and had a place, as far as the recording says."""
 
 
 class Recorder(SchedulerObserver):
@@ -74,7 +74,8 @@ class Recorder(SchedulerObserver):
         """Ended requests whose id is in use again."""
         self._num_requests = 0
         self._ready: list[int] = []
-        self._adapters: dict[int, bool] = {}
+        self._adapters: dict[str, bool] = {}
+        """Last findings since the last step, by request id."""
         self._encoder = msgspec.msgpack.Encoder()
 
     # -- from outside --------------------------------------------------------------------------------------------
@@ -92,9 +93,7 @@ class Recorder(SchedulerObserver):
         return _WatchedAdapters(gate, self._note_adapter)
 
     def _note_adapter(self, request: Request, has_adapter: bool) -> None:
-        known = self._known.get(request.request_id)
-        if known is not None and known.has_adapter != has_adapter:
-            known.has_adapter = self._adapters[known.index] = has_adapter
+        self._adapters[request.request_id] = has_adapter
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         origin = request.origin
@@ -166,6 +165,7 @@ class Recorder(SchedulerObserver):
             num_rows=len(tokens),
             num_tokens=output.total_num_scheduled_tokens,
         )
+        adapters = self._take_adapters() if self._adapters else []
         any_blocks = cached.new_block_ids.count(None) < len(cached.new_block_ids)
         if (
             step.num_tokens != step.num_rows
@@ -175,12 +175,12 @@ class Recorder(SchedulerObserver):
             or output.preempted_req_ids
             or output.scheduled_spec_decode_tokens
             or self._ready
-            or self._adapters
+            or adapters
         ):
-            step.details = self._describe(output)
+            step.details = self._describe(output, adapters)
         self._emit(step)
 
-    def _describe(self, output: SchedulerOutput) -> StepDetails:
+    def _describe(self, output: SchedulerOutput, adapters: list[tuple[int, bool]]) -> StepDetails:
         known, cached = self._known, output.scheduled_cached_reqs
         # After abandoned steps the worker is sent again ends that the recording has.
         ended, self._replaced = self._replaced, []
@@ -201,13 +201,23 @@ class Recorder(SchedulerObserver):
             drafts=[(known[i].index, len(ids)) for i, ids in output.scheduled_spec_decode_tokens.items()],
             ready=ready,
             failed=sorted((one.index, _end_status(one.request)) for one in ended if _may_fail_to_start(one.request)),
-            adapters=sorted(self._adapters.items()),
+            adapters=adapters,
         )
-        self._adapters = {}
         for one in ended:
             if known.get(one.request.request_id) is one:
                 del known[one.request.request_id]
         return details
+
+    def _take_adapters(self) -> list[tuple[int, bool]]:
+        """Returns what has changed. Within a step an adapter may be found to have a place, and then to have lost it."""
+        found, self._adapters = self._adapters, {}
+        changed = []
+        for request_id, has_adapter in found.items():
+            known = self._known.get(request_id)
+            if known is not None and known.has_adapter != has_adapter:
+                known.has_adapter = has_adapter
+                changed.append((known.index, has_adapter))
+        return sorted(changed)
 
     def on_update(
         self,

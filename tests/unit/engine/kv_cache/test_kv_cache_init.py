@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
+from quire.config.lora import LoRAConfig
 from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.errors import ConfigError
 
@@ -56,3 +58,31 @@ def test_a_model_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     assert (sizes.num_tokens, sizes.max_concurrency, sizes.max_model_len) == (0, 0.0, 200)
     assert executor.calls[-1] == "initialize_from_config"
     assert "no KV cache" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize(
+    ("lora", "available", "kv_cache_memory_bytes", "adapters", "left"),
+    [
+        (LoRAConfig(), 1000, None, 0, 1000),
+        (LoRAConfig(enable_lora=True), 1000, None, 100, 900),
+        (LoRAConfig(enable_lora=True), 100 << 30, None, 1 << 30, 99 << 30),
+        (LoRAConfig(enable_lora=True, lora_memory_bytes=300), 1000, None, 300, 700),
+        (LoRAConfig(enable_lora=True, lora_memory_bytes=300), 1000, 1000, 300, 1000),  # the cache has its own size
+    ],
+)
+def test_adapters_get_their_memory_before_the_cache(
+    lora: LoRAConfig, available: int, kv_cache_memory_bytes: int | None, adapters: int, left: int
+) -> None:
+    config = make_config(num_blocks=None)
+    cache = replace(config.cache_config, kv_cache_memory_bytes=kv_cache_memory_bytes)
+    executor = ScriptedExecutor(config)
+    executor.num_bytes = available * SPEC.page_size_bytes
+    scaled = None if lora.lora_memory_bytes is None else lora.lora_memory_bytes * SPEC.page_size_bytes
+    if available > 1 << 30:
+        executor.num_bytes = available
+    sizes = initialize_kv_caches(
+        replace(config, lora_config=replace(lora, lora_memory_bytes=scaled), cache_config=cache), executor
+    )
+    unit = 1 if available > 1 << 30 else SPEC.page_size_bytes
+    assert sizes.adapter_bytes == adapters * unit
+    assert sizes.config.num_blocks == left * unit // SPEC.page_size_bytes

@@ -8,7 +8,8 @@ import pytest
 
 from quire.frontend.supervision.journal import Journal, JournalEntry, Standing, num_tokens_of
 from quire.sampling_params import SamplingParams
-from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.engine_core import EngineCoreOutput, EngineCoreRequest
+from quire.wire.lora import AdapterInfo
 
 
 def make_request(request_id: str = "a", prompt: list[int] | None = None, **fields: object) -> EngineCoreRequest:
@@ -29,6 +30,16 @@ def test_a_resumed_request_has_its_outputs_behind_those_it_came_with() -> None:
     assert again.output_token_ids == [5, 6, 7]
     assert entry.request.output_token_ids == [5], "what the user's side holds is not changed"
     assert (entry.has_output, num_tokens_of(again)) == (True, 5)
+
+
+def test_a_resumed_request_names_the_revision_that_its_outputs_come_from() -> None:
+    entry = JournalEntry(make_request())
+    info = AdapterInfo(1, 2, "digest", 1000, 8)
+    entry.take_in(EngineCoreOutput("a", [6], adapter=info))
+    entry.take_in(EngineCoreOutput("a", [7]))
+    again = entry.make_request()
+    assert (again.output_token_ids, again.adapter) == ([6, 7], info)
+    assert JournalEntry(again).adapter == info, "also after another restart"
 
 
 def test_tokens_cost_four_bytes_each() -> None:
