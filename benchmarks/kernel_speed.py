@@ -2,6 +2,7 @@
 
     python benchmarks/kernel_speed.py [--shapes half] [--threads N] [--dtype bfloat16]
     python benchmarks/kernel_speed.py --only quantized,forms,rows --experts gpt_oss --experts-in plain,mxfp4
+    python benchmarks/kernel_speed.py --only lora [--lora-rank 16] [--shapes oneb]
 
 For linear layers it prints GB/s of weights at few rows, GFLOP/s at many, and the ratio to the ceilings measured in the
 same run: memory read once, products in registers. Times are the best of several interleaved runs, as neighbours only
@@ -29,7 +30,8 @@ from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import Context, native_library
-from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.lora import LowRank
+from quire.worker.kernels.native import Matrix, NativeKernels, NativeLinear
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import (
     CLAMPED_SWIGLU,
@@ -43,10 +45,18 @@ from quire.worker.kernels.specs import (
 )
 from quire.worker.quantization.weight import Coding, QuantizedWeight, quantize_int4, quantize_int8
 
+LINEAR_SHAPES = SHAPES | {
+    "qwen3_0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151936,
+    },
+}  # fmt: skip
+"""Models whose linear layers can be timed."""
+
 
 def linear_shapes(model: str) -> dict[str, tuple[int, int, bool]]:
     """Returns (outputs, inputs, gated) of the linear layers of a benchmark model."""
-    shape = SHAPES[model]
+    shape = LINEAR_SHAPES[model]
     hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
     head = shape.get("head_dim", hidden // heads)
     return {
@@ -189,7 +199,7 @@ def time_attention(
     kernels: NativeKernels, model: str, reqs: int, new: int, length: int, dtype: torch.dtype
 ) -> tuple[float, ...]:
     """Returns the best seconds of one layer's attention: `reqs` requests of `length` tokens, `new` of them new."""
-    shape = SHAPES[model]
+    shape = LINEAR_SHAPES[model]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head = shape.get("head_dim", shape["hidden_size"] // heads)
     return time_form(kernels, (heads, kv_heads, head), reqs, new, length, dtype, {})
@@ -228,7 +238,7 @@ def time_form(
 
 def print_attention(kernels: NativeKernels, model: str, dtype: torch.dtype, bandwidth: float, rate: float) -> None:
     """Prints the table of attention: bytes of cache read once, and operations of the causal half."""
-    shape = SHAPES[model]
+    shape = LINEAR_SHAPES[model]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head = shape.get("head_dim", shape["hidden_size"] // heads)
     print("\nattention, one layer      |  native us   GB/s GFLOP/s   of ceiling |    torch us   ratio")
@@ -294,7 +304,7 @@ def print_experts(kernels: NativeKernels, names: list[str], forms: list[str], dt
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="half", choices=sorted(SHAPES))
+    parser.add_argument("--shapes", default="half", choices=sorted(LINEAR_SHAPES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", default="1,4,16,64,512")
@@ -302,7 +312,8 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="for a busy machine, with --threads 1")
     parser.add_argument("--experts", default="", help="mixtures of experts to time: " + ",".join(EXPERTS))
     parser.add_argument("--experts-in", default="plain", help="their weights: plain," + ",".join(FORMS))
-    parser.add_argument("--only", default="linear,attention", help="also quantized, forms of attention, rows")
+    parser.add_argument("--only", default="linear,attention", help="also quantized, lora, forms of attention, rows")
+    parser.add_argument("--lora-rank", type=int, default=16)
     args = parser.parse_args()
     if args.cpu_time:
         Clock.count_processor_time()
@@ -319,6 +330,8 @@ def main() -> None:
         print_linear(kernels, args.shapes, rows, dtype, bandwidth, rate)
     if "quantized" in tables:
         print_quantized(kernels, args.shapes, rows, dtype)
+    if "lora" in tables:
+        print_lora(kernels, args.shapes, args.lora_rank, dtype)
     if "attention" in tables:
         print_attention(kernels, args.shapes, dtype, bandwidth, rate)
     if "forms" in tables:
@@ -327,6 +340,49 @@ def main() -> None:
         print_rows(kernels, dtype)
     if args.experts:
         print_experts(kernels, args.experts.split(","), args.experts_in.split(","), dtype)
+
+
+LORA_CASES = ((1, 0), (1, 1), (64, 0), (64, 1), (64, 8), (64, 64), (512, 0), (512, 1))
+"""(rows, different adapters among them)"""
+
+
+def print_lora(kernels: NativeKernels, model: str, rank: int, dtype: torch.dtype) -> None:
+    """Prints the table of adapters of one rank at all linear layers but the logits, beside the same layers without
+    sites. There are as many layers as no cache holds, and each has its own adapters."""
+    shapes = [shape for name, shape in linear_shapes(model).items() if name != "logits"]
+    names = [name for name in linear_shapes(model) if name != "logits"]
+    elements = sum(n * k * (2 if gated else 1) for n, k, gated in shapes)
+    copies = max(1, MEMORY_BYTES // (elements * dtype.itemsize))
+    batch, plain, adapted = kernels.adapter_batch(), [], []
+    for name, (n, k, gated) in [*zip(names, shapes, strict=True)] * copies:
+        parts = {"qkv": [n - 2 * (n // 4), n // 4, n // 4], "gate_up": [n, n]}.get(name, [n])
+        spec = LinearSpec(activation="silu" if gated else None, gated=gated)
+        matrix = Matrix(kernels.context, (torch.randn(sum(parts), k) * k**-0.5).to(dtype), is_gated=gated)
+        plain.append((NativeLinear(matrix, None, spec), k))
+        adapted.append((NativeLinear(matrix, None, spec), k))
+        site = adapted[-1][0].site = kernels.adapter_site(batch, k, parts, gated, dtype)
+        factors: list[LowRank | None] = [
+            LowRank(torch.randn(rank, k) * k**-0.5, torch.randn(m, rank) * rank**-0.5, 0.5) for m in parts
+        ]
+        for slot in range(64):
+            site.install(slot, kernels.pack_low_rank(factors, k, parts, gated, dtype))
+    print(f"\nadapters of rank {rank}, {model}: rows adapters | plain us a layer | with adapters | more")
+    for rows, count in LORA_CASES:
+        inputs = {k: torch.randn(rows, k).to(dtype) for _, k in plain}
+        batch.set([rows * i // max(count, 1) for i in range(count + 1)], range(count))
+        runs = [functools.partial(run_all, made, inputs) for made in (plain, adapted)]
+        without, beside = (s / copies for s in best_seconds(*runs, at_least=1.0))
+        print(
+            f"{rows:>{32 + len(model)}} {count:>8} | {without * 1e6:>16.1f} | {beside * 1e6:>13.1f} |"
+            f" {beside / without - 1:>6.1%}",
+            flush=True,
+        )
+
+
+def run_all(kernels: Sequence[tuple[NativeLinear, int]], inputs: Mapping[int, torch.Tensor]) -> None:
+    """Calls every kernel with the inputs of its size."""
+    for kernel, k in kernels:
+        kernel(inputs[k])
 
 
 def print_linear(

@@ -260,6 +260,121 @@ void check_quantized(qk_context* context, int32_t form, int32_t dtype, int64_t n
     expect_near(y, multiply(x, matrix.weights, m, n, k), tolerance, "a quantized layer");
 }
 
+// An adapter of two parts of a layer of 70 outputs.
+struct Adapter {
+    std::vector<float> a[2], b[2];
+    std::vector<char> memory;
+    qk_low_rank low_rank;
+
+    Adapter(Noise& noise, int32_t dtype, int64_t k, int64_t rank, int64_t other) {
+        const int64_t sizes[] = {45, 25}, ranks[] = {rank, other};
+        const float scales[] = {0.5f, 0.25f};
+        std::vector<uint16_t> halves[4];
+        const void *as[2], *bs[2];
+        for (int part = 0; part < 2; ++part) {
+            a[part] = noise.take(ranks[part] * k), b[part] = noise.take(sizes[part] * ranks[part]);
+            halves[part] = to_bf16(a[part]), halves[2 + part] = to_bf16(b[part]);
+            as[part] = dtype == QK_BFLOAT16 ? (const void*)halves[part].data() : a[part].data();
+            bs[part] = dtype == QK_BFLOAT16 ? (const void*)halves[2 + part].data() : b[part].data();
+        }
+        qk_pack_low_rank_args args = {70, k, dtype, 0, 2, sizes, ranks, scales, as, bs, nullptr, nullptr};
+        memory.resize(size_t(qk_low_rank_bytes(&args)) + 64);
+        args.packed = (void*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+        qk_pack_low_rank(&args, &low_rank);
+    }
+
+    void add_to(double* sums, const float* x, int64_t k) const {
+        for (int64_t o = 0; o < 70; ++o) {
+            const int part = o >= 45;
+            const int64_t rank = int64_t(a[part].size()) / k;
+            for (int64_t j = 0; j < rank; ++j) {
+                double h = 0.0;
+                for (int64_t i = 0; i < k; ++i) h += double(x[i]) * double(a[part][size_t(j * k + i)]);
+                sums[o] += (part ? 0.25 : 0.5) * h * double(b[part][size_t((o - part * 45) * rank + j)]);
+            }
+        }
+    }
+};
+
+// Rows of two adapters, of one that does not change the layer, and of none, on plain and on quantized weights.
+void check_adapters(qk_context* context, int32_t dtype, int64_t k, int64_t rows) {
+    Noise noise;
+    const int64_t m = 4 * rows, n = 70;
+    const bool is_half = dtype == QK_BFLOAT16;
+    const std::vector<float> x = noise.take(m * k), weights = noise.take(n * k);
+    const std::vector<uint16_t> half_x = to_bf16(x), half_weights = to_bf16(weights);
+    std::vector<char> packed(size_t(qk_packed_bytes(n, k, dtype, 0)));
+    const qk_pack_args pack = {n, k, dtype, 0, is_half ? (const void*)half_weights.data() : weights.data(), k, 0, packed.data()};
+    qk_pack(context, &pack);
+    const Quantized quantized(context, noise, QK_W8A8, n, k, k, false, false);
+    const Adapter first(noise, dtype, k, 5, 34), second(noise, dtype, k, 16, 0);
+    const qk_low_rank* by_slot[] = {&first.low_rank, nullptr, &second.low_rank};
+    const int64_t starts[] = {0, rows, 2 * rows, 3 * rows};
+    const int32_t slots[] = {0, 1, 2};
+    qk_adapter_batch batch = {3, starts, slots};
+    const qk_adapter_site site = {&batch, by_slot};
+    qk_quantized_linear_args args = {};
+    qk_linear_args& linear = args.linear;
+    linear.n = n, linear.k = k, linear.dtype = dtype, linear.out_dtype = QK_FLOAT32, linear.divisor = 1.0f, linear.x_stride = k, linear.y_stride = n;
+    args.quantization = quantized.quantization;
+    for (bool is_quantized : {false, true}) {
+        linear.packed = is_quantized ? quantized.packed.data() : packed.data();
+        const auto run = [&](const void* from, int64_t count, const qk_adapter_site* adapters) {
+            std::vector<float> y(size_t(count * n));
+            linear.m = count, linear.x = from, linear.y = y.data(), linear.adapters = adapters;
+            is_quantized ? qk_quantized_linear(context, &args) : qk_linear(context, &linear);
+            return y;
+        };
+        const void* inputs = is_half ? (const void*)half_x.data() : x.data();
+        batch = {3, starts, slots};
+        const std::vector<float> y = run(inputs, m, &site), base = run(inputs, m, nullptr);
+        std::vector<double> expected(base.begin(), base.end());
+        for (int64_t row = 0; row < m; ++row) {
+            if (row < rows) first.add_to(&expected[size_t(row * n)], &x[size_t(row * k)], k);
+            if (row >= 2 * rows && row < 3 * rows) second.add_to(&expected[size_t(row * n)], &x[size_t(row * k)], k);
+            const int64_t one[] = {0, 1};
+            const int32_t slot[] = {row / rows < 3 ? int32_t(row / rows) : -1};
+            batch = {1, one, slot};
+            const std::vector<float> alone = run((const char*)inputs + row * k * (is_half ? 2 : 4), 1, &site);
+            expect(!memcmp(alone.data(), &y[size_t(row * n)], alone.size() * sizeof(float)), "a row's bits with an adapter", row, k);
+            const bool has_none = row / rows % 2;
+            if (has_none) expect(!memcmp(&base[size_t(row * n)], &y[size_t(row * n)], alone.size() * sizeof(float)), "a row's bits without adapter", row, k);
+        }
+        expect_near(y, expected, is_half ? 0.5 : 1e-3, "an adapter");
+    }
+}
+
+// A looked-up row and what an adapter adds to it.
+void check_adapter_of_a_table(qk_context* context, int32_t dtype) {
+    Noise noise;
+    const int64_t vocab = 50, dim = 70, ids[] = {49, 3, 3};
+    const bool is_half = dtype == QK_BFLOAT16;
+    const std::vector<float> table = noise.take(vocab * dim);
+    const std::vector<uint16_t> half_table = to_bf16(table);
+    std::vector<char> y(size_t(3 * dim * 4), 0), base(y);
+    const Adapter adapter(noise, dtype, vocab, 9, 4);
+    const qk_low_rank* by_slot[] = {&adapter.low_rank};
+    const int64_t starts[] = {0, 2};
+    const int32_t slots[] = {0};
+    const qk_adapter_batch batch = {1, starts, slots};
+    const qk_adapter_site site = {&batch, by_slot};
+    qk_gather_args args = {3, dim, dtype, 0, is_half ? (const void*)half_table.data() : table.data(), ids, y.data(), &site};
+    qk_gather(context, &args);
+    for (int64_t row = 0; row < 3; ++row) {
+        std::vector<float> one(size_t(vocab), 0.0f);
+        one[size_t(ids[row])] = 1.0f;
+        std::vector<double> expected(&table[size_t(ids[row] * dim)], &table[size_t(ids[row] * dim)] + dim);
+        if (row < 2) adapter.add_to(expected.data(), one.data(), vocab);
+        for (int64_t i = 0; i < dim; ++i) {
+            float value;
+            uint32_t bits = 0;
+            is_half ? (void)memcpy((char*)&bits + 2, y.data() + (row * dim + i) * 2, 2) : (void)memcpy(&bits, y.data() + (row * dim + i) * 4, 4);
+            memcpy(&value, &bits, 4);
+            expect(std::fabs(double(value) - expected[size_t(i)]) < (is_half ? 0.05 : 1e-5), "an adapter of a table", row, i);
+        }
+    }
+}
+
 void check_norm(qk_context* context, int64_t rows, int64_t dim, int32_t in_float32) {
     Noise noise;
     const std::vector<float> x = noise.take(rows * dim), weight = noise.take(dim), residual = noise.take(rows * dim);
@@ -362,7 +477,7 @@ void check_gather(qk_context* context) {
     qk_pack(context, &pack);
     for (int32_t is_packed : {0, 1}) {
         std::vector<float> y(size_t(3 * dim));
-        const qk_gather_args args = {3, dim, QK_FLOAT32, is_packed, is_packed ? (const void*)packed.data() : table.data(), ids, y.data()};
+        const qk_gather_args args = {3, dim, QK_FLOAT32, is_packed, is_packed ? (const void*)packed.data() : table.data(), ids, y.data(), nullptr};
         qk_gather(context, &args);
         for (int64_t row = 0; row < 3; ++row)
             expect(std::equal(y.begin() + row * dim, y.begin() + (row + 1) * dim, table.begin() + ids[row] * dim), "a row of a table", row, is_packed);
@@ -595,8 +710,8 @@ void check_plan(qk_context* context) {
     std::vector<float> x(size_t(8 * dim), -1.0f), y(x.size());
     const qk_step_args example = {8, many[0], many[1], 0, nullptr}, step = {3, ids, positions, 0, nullptr};
     qk_plan* plan = qk_begin_plan(context, &example);
-    const qk_gather_args of_words = {8, dim, QK_FLOAT32, 0, words.data(), many[0], x.data()};
-    const qk_gather_args of_places = {8, dim, QK_FLOAT32, 0, places.data(), many[1], y.data()};
+    const qk_gather_args of_words = {8, dim, QK_FLOAT32, 0, words.data(), many[0], x.data(), nullptr};
+    const qk_gather_args of_places = {8, dim, QK_FLOAT32, 0, places.data(), many[1], y.data(), nullptr};
     qk_gather(context, &of_words);
     qk_gather(context, &of_places);
     qk_activation_args sum = {};
@@ -656,6 +771,7 @@ void check_all(qk_context* context) {
         for (int64_t m : {1, 7, 40}) {
             check_linear(context, dtype, 70, 96, m);
             check_linear(context, dtype, 33, 45, m);
+            for (int64_t k : {45, 288}) check_adapters(context, dtype, k, m);
             for (int32_t form : {QK_W8A8, QK_W8, QK_W4, QK_E4M3, QK_MXFP4})
                 for (int64_t group_size : {32, 128, 288}) check_quantized(context, form, dtype, 70, 288, m, group_size);
             for (int32_t form : {-1, int32_t(QK_W8), int32_t(QK_W4), int32_t(QK_E4M3), int32_t(QK_MXFP4)})
@@ -670,6 +786,7 @@ void check_all(qk_context* context) {
         }
     for (int64_t m : {1, 7, 40}) check_batched_linear(context, m);
     check_gather(context);
+    for (int32_t dtype : {QK_FLOAT32, QK_BFLOAT16}) check_adapter_of_a_table(context, dtype);
     for (bool is_normed : {false, true}) check_rotate(context, is_normed);
     for (int32_t score : {QK_SCORE_SOFTMAX, QK_SCORE_SIGMOID})
         for (int32_t groups : {1, 4})

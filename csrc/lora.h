@@ -19,7 +19,7 @@ using qk::LowRankRange;
 
 constexpr int64_t SHRINK_ROWS = 48, SHRINK_BLOCKS = 4, SHRINK_WIDTH = SHRINK_BLOCKS * qk::BLOCK;
 
-// Products of a block of 16 outputs with vectors.
+// Products of blocks of 16 outputs with vectors.
 template <class D>
 struct VectorBlocks {
     using E = typename D::E;
@@ -45,11 +45,14 @@ struct VectorBlocks {
     }
 
   private:
+    static constexpr int64_t AHEAD_BYTES = 4096;
+
     template <int ROWS>
     static void multiply(const E* x, int64_t stride, const char* w, int64_t lines, float* sums, int64_t sum_stride, bool add_to_sums) {
         F16 c[ROWS];
         for (int r = 0; r < ROWS; ++r) c[r] = zero();
         for (int64_t line = 0; line < lines; ++line, w += qk::ROW_BYTES, x += D::step) {
+            __builtin_prefetch(w + AHEAD_BYTES, 0, 2);
             const typename D::W weights = D::weights(w);
             for (int r = 0; r < ROWS; ++r) c[r] = D::dot(c[r], D::broadcast(x + r * stride), weights);
         }
@@ -72,7 +75,7 @@ struct VectorBlocks {
 
 #ifdef QK_TILE_ZERO
 
-// The tile configuration of the product around it, which comes back at the end.
+// Tiles are configured for another product, whose configuration comes back at the end.
 class TilesOfAnother {
   public:
     TilesOfAnother() { store_tile_config(config_); }
@@ -87,15 +90,15 @@ class TilesOfAnother {
     TileConfig config_;
 };
 
-// Products of a block of 16 outputs with tiles. A product takes 16 cycles and its sum is there after 52, so three or four sums grow at
-// a time.
+// Products of blocks of 16 outputs with tiles. A product takes 16 cycles and its sum is there after 52, so three or four sums grow at a time.
+// A change of the configuration takes longer: one object serves many adapters.
 class TileBlocks {
   public:
     using E = bf16;
     static constexpr int64_t ROWS = 16, INPUTS = 32;
 
-    static void shrink(const E* x, int64_t stride, int64_t rows, const char* a, int64_t block_bytes, int64_t blocks, int64_t tiles, float* sums) {
-        const TilesOfAnother scope;
+    void shrink(const E* x, int64_t stride, int64_t rows, const char* a, int64_t block_bytes, int64_t blocks, int64_t tiles, float* sums) {
+        configured_rows_ = 0;
         const int64_t group = ROWS * (blocks == 1 ? 3 : blocks == 2 ? 2 : 1);
         for (int64_t row = 0; row < rows; row += group) {
             const int64_t some = rows - row < group ? rows - row : group;
@@ -111,9 +114,7 @@ class TileBlocks {
         QK_TILE_BARRIER();
     }
 
-    static void expand(const E* h, int64_t stride, int64_t rows, const char* b, const LowRankRange* ranges, int64_t blocks, float* sums) {
-        const TilesOfAnother scope;
-        int64_t configured_rows = 0, configured_lines = 0;
+    void expand(const E* h, int64_t stride, int64_t rows, const char* b, const LowRankRange* ranges, int64_t blocks, float* sums) {
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int64_t some = rows - row < ROWS ? rows - row : ROWS;
             int64_t many = 1;
@@ -121,9 +122,9 @@ class TileBlocks {
                 for (many = 1; i + many < blocks && ranges[i + many].lines == ranges[i].lines;) ++many;
                 if (!ranges[i].lines) continue;
                 const int64_t lines = ranges[i].lines / ranges[i].tiles();
-                if (some != configured_rows || lines != configured_lines) {
+                if (some != configured_rows_ || lines != configured_lines_) {
                     configure_expansion(some, lines);
-                    configured_rows = some, configured_lines = lines;
+                    configured_rows_ = some, configured_lines_ = lines;
                 }
                 expand_blocks(h + row * stride, stride, b, ranges + i, many, lines, sums + row * qk::PANEL + i * qk::BLOCK);
             }
@@ -132,9 +133,15 @@ class TileBlocks {
     }
 
   private:
+    static constexpr int64_t TILES_AHEAD = 6;
+
+    static void fetch_ahead(const char* tile) {
+        for (int64_t line = 0; line < qk::TILE_BYTES; line += 64) __builtin_prefetch(tile + TILES_AHEAD * qk::TILE_BYTES + line, 0, 2);
+    }
+
     static constexpr int64_t SHRINK_STRIDE = SHRINK_WIDTH * sizeof(float), SUM_STRIDE = qk::PANEL * sizeof(float);
 
-    // Sums and inputs of 16 rows, or what is left of them, in each tile; weights in those that get no rows.
+    // Rows of each tile.
     static void configure(const int64_t (&rows)[8]) {
         TileConfig config;
         for (int tile = 0; tile < 8; ++tile) {
@@ -156,6 +163,7 @@ class TileBlocks {
         QK_TILE_ZERO(1);
         QK_TILE_ZERO(2);
         for (int64_t t = 0; t < tiles; ++t, x += INPUTS, a += qk::TILE_BYTES) {
+            fetch_ahead(a);
             QK_TILE_LOAD(7, a, qk::ROW_BYTES);
             QK_TILE_LOAD(4, x, stride * sizeof(E));
             QK_TILE_DOT_BF16(0, 4, 7);
@@ -181,6 +189,8 @@ class TileBlocks {
         QK_TILE_ZERO(2);
         QK_TILE_ZERO(3);
         for (int64_t t = 0; t < tiles; ++t, x += INPUTS, a += qk::TILE_BYTES) {
+            fetch_ahead(a);
+            fetch_ahead(a + block_bytes);
             QK_TILE_LOAD(4, x, stride * sizeof(E));
             QK_TILE_LOAD(6, a, qk::ROW_BYTES);
             QK_TILE_DOT_BF16(0, 4, 6);
@@ -207,6 +217,7 @@ class TileBlocks {
         QK_TILE_ZERO(2);
         QK_TILE_ZERO(3);
         for (int64_t t = 0; t < tiles; ++t, x += INPUTS, a += qk::TILE_BYTES) {
+            for (int64_t b = 0; b < blocks; ++b) fetch_ahead(a + b * block_bytes);
             QK_TILE_LOAD(4, x, stride * sizeof(E));
             QK_TILE_LOAD(5, a, qk::ROW_BYTES);
             QK_TILE_DOT_BF16(0, 4, 5);
@@ -267,6 +278,9 @@ class TileBlocks {
         if (blocks > 2) QK_TILE_STORE(2, sums + 32, SUM_STRIDE);
         if (blocks > 3) QK_TILE_STORE(3, sums + 48, SUM_STRIDE);
     }
+
+    const TilesOfAnother scope_;
+    int64_t configured_rows_ = 0, configured_lines_ = 0;  // for an expansion
 };
 
 using Bf16Blocks = TileBlocks;
@@ -281,9 +295,9 @@ using FloatBlocks = VectorBlocks<FloatDot>;
 
 // What an adapter adds to `rows` sums [PANEL] of a panel.
 template <class Blocks>
-QK_INLINE void expand_panel(const qk_low_rank& w, const typename Blocks::E* h, int64_t stride, int64_t rows, int64_t panel, int64_t blocks, float* sums) {
+QK_INLINE void expand_panel(Blocks& product, const qk_low_rank& w, const typename Blocks::E* h, int64_t stride, int64_t rows, int64_t panel, int64_t blocks, float* sums) {
     const int64_t first = panel * qk::PANEL_BLOCKS, count = blocks - first < qk::PANEL_BLOCKS ? blocks - first : qk::PANEL_BLOCKS;
-    Blocks::expand(h, stride, rows, (const char*)w.b, (const LowRankRange*)w.ranges + first, count, sums);
+    product.expand(h, stride, rows, (const char*)w.b, (const LowRankRange*)w.ranges + first, count, sums);
     if (!w.bias) return;
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t o = 0; o < count * qk::BLOCK; o += 16) {
@@ -304,12 +318,7 @@ class Adapters {
     // Takes pieces of h until none is left. Each thread calls it before `expand`.
     void shrink() {
         if (__atomic_load_n(&next_, __ATOMIC_RELAXED) >= num_pieces_) return;
-        for (;;) {
-            const int64_t piece = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
-            if (piece >= num_pieces_) return;
-            a_.dtype == QK_BFLOAT16 ? shrink_piece<Bf16Blocks>(pieces_[piece]) : shrink_piece<FloatBlocks>(pieces_[piece]);
-            __atomic_fetch_add(&done_, 1, __ATOMIC_RELEASE);
-        }
+        a_.dtype == QK_BFLOAT16 ? shrink_pieces<Bf16Blocks>() : shrink_pieces<FloatBlocks>();
     }
 
     // Adds to the sums [to - from, PANEL] of rows [from, to) what their adapters give.
@@ -376,10 +385,21 @@ class Adapters {
     }
 
     template <class Blocks>
-    void shrink_piece(const Piece& p) const {
+    void shrink_pieces() {
+        Blocks product;
+        for (;;) {
+            const int64_t piece = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
+            if (piece >= num_pieces_) return;
+            shrink_piece(product, pieces_[piece]);
+            __atomic_fetch_add(&done_, 1, __ATOMIC_RELEASE);
+        }
+    }
+
+    template <class Blocks>
+    void shrink_piece(Blocks& product, const Piece& p) const {
         using E = typename Blocks::E;
         alignas(64) float sums[SHRINK_ROWS * SHRINK_WIDTH];
-        Blocks::shrink((const E*)x_ + p.from * x_stride_, x_stride_, p.to - p.from, (const char*)p.w->a + p.block * p.w->block_bytes,
+        product.shrink((const E*)x_ + p.from * x_stride_, x_stride_, p.to - p.from, (const char*)p.w->a + p.block * p.w->block_bytes,
                        p.w->block_bytes, p.blocks, shape_.tiles(), sums);
         for (int64_t row = p.from; row < p.to; ++row)
             for (int64_t i = 0; i < p.blocks * qk::BLOCK; i += qk::BLOCK) {
@@ -391,13 +411,14 @@ class Adapters {
     template <class Blocks>
     void expand_rows(int64_t panel, int64_t from, int64_t to, float* sums) const {
         using E = typename Blocks::E;
+        Blocks product;
         for (int64_t s = 0; s < a_.adapters->batch->segments; ++s) {
             const int64_t start = a_.adapters->batch->starts[s];
             if (start >= to) return;
             const int64_t first = start > from ? start : from, last = end_of(s) < to ? end_of(s) : to;
             const qk_low_rank* w = of_segment(s);
             if (!w || first >= last) continue;
-            expand_panel<Blocks>(*w, (const E*)h_ + first * h_stride_, h_stride_, last - first, panel, shape_.blocks(), sums + (first - from) * qk::PANEL);
+            expand_panel(product, *w, (const E*)h_ + first * h_stride_, h_stride_, last - first, panel, shape_.blocks(), sums + (first - from) * qk::PANEL);
         }
     }
 
@@ -418,6 +439,7 @@ void gather_low_rank_with(qk_context& context, const qk_gather_args& a) {
     const qk_adapter_batch& batch = *a.adapters->batch;
     const qk::PackedShape shape{a.dim, 0, a.dtype, 0};
     auto work = [&](int64_t begin, int64_t end, int thread) {
+        Blocks product;
         for (int64_t row = begin, s = 0; row < end; ++row) {
             while (s < batch.segments && batch.starts[s + 1] <= row) ++s;
             const qk_low_rank* w = s < batch.segments && batch.slots[s] >= 0 ? a.adapters->by_slot[batch.slots[s]] : nullptr;
@@ -435,7 +457,7 @@ void gather_low_rank_with(qk_context& context, const qk_gather_args& a) {
                 alignas(64) float sums[qk::PANEL];
                 const int64_t count = a.dim - panel * qk::PANEL < qk::PANEL ? a.dim - panel * qk::PANEL : qk::PANEL;
                 for (int64_t o = 0; o < count; o += 16) store_f32(sums + o, load_n(y + panel * qk::PANEL + o, int(count - o)));
-                expand_panel<Blocks>(*w, h, 0, 1, panel, shape.blocks(), sums);
+                expand_panel(product, *w, h, 0, 1, panel, shape.blocks(), sums);
                 for (int64_t o = 0; o < count; o += 16) store_n(y + panel * qk::PANEL + o, load_f32(sums + o), int(count - o));
             }
         }

@@ -33,7 +33,7 @@ class Work:
 
 @dataclass
 class Result:
-    """What became of it: its tokens, and the logits that each was sampled from, [num_tokens, vocab]."""
+    """Its tokens, and the logits that each was sampled from, [num_tokens, vocab]."""
 
     tokens: list[int]
     logits: torch.Tensor

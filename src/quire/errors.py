@@ -8,7 +8,6 @@
     │   │   └── PromptTooLongError  400  prompt + output cannot fit the model's context
     │   ├── AdapterError            400  an adapter's files are faulty, or do not fit the model
     │   ├── NotFoundError           404  no such model, adapter or request
-    │   ├── AdapterError            400  a LoRA adapter cannot be loaded: names file and tensor or field
     │   ├── OverloadedError         503  a declared limit of the server is reached; nothing was started
     │   │   └── QuotaExceededError  429  the limit is the client's own
     │   └── SlowClientError         408  the client did not read its output for too long; it was aborted
@@ -67,13 +66,6 @@ class NotFoundError(ClientError):
     """A named thing (model, adapter, request) does not exist."""
 
     status_code = 404
-
-
-class AdapterError(ClientError):
-    """A LoRA adapter cannot be loaded. The message names the file and the tensor or field."""
-
-    def __init__(self, message: str, *, param: str | None = "lora_path", value: Any = None) -> None:
-        super().__init__(message, param=param, value=value)
 
 
 class OverloadedError(ClientError):

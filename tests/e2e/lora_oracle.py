@@ -62,7 +62,8 @@ def save_adapter(checkpoint: Path, adapter: Adapter, directory: Path, seed: int)
         with torch.no_grad():
             for name, parameter in peft.named_parameters():
                 if ".lora_" in name:
-                    scale = SPREAD * (1.0 if "lora_B" in name or "embedding" in name else parameter.shape[-1] ** -0.5)
+                    is_output = "lora_B" in name or "embedding" in name
+                    scale = SPREAD * (1.0 if is_output else parameter.shape[-1] ** -0.5)
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         peft.save_pretrained(directory)
     return directory

@@ -29,6 +29,7 @@ RANKS = (1, 8, 12, 64)
 OPTIONS: dict[str, dict[str, Any]] = {
     "alpha": {"lora_alpha": 5},
     "rslora": {"lora_alpha": 3, "use_rslora": True},
+    "bias": {"lora_alpha": 6, "lora_bias": True},
     # keys must not overlap: peft sorts them when it saves
     "patterns": {"rank_pattern": {"FIRST": 3, r".*\.1\..*LAST": 5}, "alpha_pattern": {r"^.*\.\d\..*": 7, "lm_head": 2}},
 }
@@ -48,10 +49,10 @@ EVERY = [Choice(kind, rank, options) for kind in KINDS for rank in RANKS for opt
 FEW: dict[str, list[Choice]] = {
     "llama": [Choice("attention", 8, "alpha"), Choice("all-linear", 12, "patterns"), Choice("tables", 1, "rslora")],
     "qwen2": [Choice("tables", 64, "patterns"), Choice("all-linear", 1, "alpha")],
-    "phi3": [Choice("attention", 64, "rslora"), Choice("all-linear", 8, "rslora")],
+    "phi3": [Choice("attention", 64, "rslora"), Choice("all-linear", 8, "bias")],
     "gemma2": [Choice("all-linear", 64, "alpha"), Choice("tables", 8, "alpha")],
     "qwen3_moe": [Choice("attention", 1, "patterns"), Choice("all-linear", 12, "alpha")],
-    "gpt_neox": [Choice("attention", 12, "rslora"), Choice("all-linear", 1, "patterns")],
+    "gpt_neox": [Choice("attention", 12, "bias"), Choice("all-linear", 1, "patterns")],
 }
 """Families that together have every form of a site: alone, packed, fused, gated, reordered, tied."""
 ROWS = [pytest.param(family, choices, id=family) for family, choices in FEW.items()]

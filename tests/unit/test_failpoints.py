@@ -9,7 +9,7 @@ import quire
 from quire.failpoints import FAILPOINTS
 
 PACKAGE = Path(quire.__file__).parent
-WHERE = {"frontend": "frontend", "core": "engine", "client": "frontend", "kernels": "worker"}
+WHERE = {"frontend": "frontend", "core": "engine", "client": "frontend", "kernels": "worker", "lora": "worker"}
 """First word of a failpoint -> folder."""
 PLACES = {
     "core.start": ("proc.py", "run_engine_core"),
@@ -24,6 +24,9 @@ PLACES = {
     "core.output.queued": ("proc.py", "_process_engine_step"),
     "core.output.send": ("io_threads.py", "_encode_and_send"),
     "core.shutdown": ("proc.py", "_handle_shutdown"),
+    "lora.read": ("loader.py", "run"),
+    "lora.pack": ("loader.py", "_pack_all"),
+    "lora.install": ("table.py", "_apply_changes"),
     "kernels.trial": ("trial.py", "main"),
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),

@@ -6,7 +6,7 @@ are (checkpoint.py), and nothing a header says is used as a path.
 
 An adapter adds scale * B A to the matrix of a module. Its tensors are `base_model.model.MODULE.lora_A.weight` [rank,
 inputs] and `.lora_B.weight` [outputs, rank]; those of a table are `MODULE.lora_embedding_A` [rank, rows] and
-`.lora_embedding_B` [dim, rank].
+`.lora_embedding_B` [dim, rank]. With `lora_bias` there is `MODULE.lora_B.bias` [outputs], too, scaled like the product.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ about merging only.)"""
 READ = frozenset(
     {
         *("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora"),
-        *("base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save", "use_dora"),
+        *("base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save", "use_dora", "lora_bias"),
     }
 )
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales every output by the norm of the changed matrix, which is not implemented; "
     "merge it into the checkpoint",
-    "lora_bias": "biases of lora_B are not implemented; train with lora_bias=False, or merge it into the checkpoint",
     "alora_invocation_tokens": "adapters that begin at an invocation (aLoRA) are not implemented",
     "modules_to_save": "whole modules of an adapter are not implemented; train without modules_to_save, or merge it "
     "into the checkpoint",
@@ -145,7 +144,7 @@ def _cost(key: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says, as far as it matters."""
+    """The fields of adapter_config.json that matter."""
 
     rank: int
     alpha: float
@@ -391,6 +390,7 @@ class Factors:
     """None if the model was not known."""
     a: TensorInfo
     b: TensorInfo
+    bias: TensorInfo | None
     scale: float
 
     @property
@@ -408,7 +408,7 @@ class AdapterIndex:
     data_start: int
     """Position of the tensors' data in the file."""
     notes: tuple[str, ...] = ()
-    """What is worth a line in the log."""
+    """Lines for the log."""
 
     @staticmethod
     def read(directory: str | Path, limits: LoRAConfig, targets: AdapterTargets | None = None) -> AdapterIndex:
@@ -433,7 +433,7 @@ class AdapterIndex:
     def estimated_bytes(self, item_bytes: int = 4) -> int:
         """Returns an upper estimate of the memory of its packed weights, of `item_bytes` a number."""
         return item_bytes * sum(
-            _whole(f.rank) * f.a.shape[1] + _whole(f.b.shape[0]) * f.rank + f.rank for f in self.factors
+            _whole(f.rank) * f.a.shape[1] + _whole(f.b.shape[0]) * (f.rank + 1) + f.rank for f in self.factors
         )
 
 
@@ -443,12 +443,11 @@ def _whole(count: int, panel: int = 16) -> int:
 
 _FACTOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?:(?P<table>embedding_)(?P<x>[AB])(?:\.default)?"
-    r"|(?P<y>[AB])(?:\.default)?\.weight)"
+    r"|(?P<y>[AB])(?:\.default)?\.weight|B(?:\.default)?\.(?P<z>bias))"
 )
 _BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.base_layer\.(?P<kind>weight|bias)")
 _SAYINGS: Mapping[str, str] = {
     ".lora_magnitude_vector": REFUSED["use_dora"],
-    ".bias": REFUSED["lora_bias"],
     ".weight": REFUSED["modules_to_save"],
 }
 """Ends of tensors that are no factors, and why they are refused."""
@@ -465,7 +464,7 @@ class _Matching:
     _found: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
     """Factors A and B, by module."""
     _tables: dict[str, bool] = field(default_factory=dict)
-    """Whether a module's factors are named as those of a table are."""
+    """True for modules whose factors are named as those of a table are."""
     _copies: int = 0
 
     def match(self, tensors: Mapping[str, TensorInfo], data_start: int) -> AdapterIndex:
@@ -499,9 +498,9 @@ class _Matching:
             return
         if info.dtype not in FLOATING:
             raise AdapterError(f"{self.path}: tensor {name} is {info.dtype}; factors are {', '.join(FLOATING)}")
-        if len(info.shape) != 2 or 0 in info.shape:
+        module, factor = found["module"], found["x"] or found["y"] or found["z"]
+        if len(info.shape) != (1 if factor == "bias" else 2) or 0 in info.shape:
             raise AdapterError(f"{self.path}: tensor {name} has shape {list(info.shape)}; a factor is a matrix")
-        module, factor = found["module"], found["x"] or found["y"]
         pair = self._found.setdefault(module, {})
         if factor in pair or self._tables.setdefault(module, bool(found["table"])) != bool(found["table"]):
             raise AdapterError(f"{self.path}: tensor {name} is stored twice, also as {next(iter(pair.values())).name}")
@@ -532,12 +531,11 @@ class _Matching:
 
     def _make(self, module: str, pair: Mapping[str, TensorInfo]) -> Factors:
         """Returns the factors of a module, checked."""
-        if len(pair) < 2:
+        missing = {"A", "B"} - pair.keys()
+        if missing:
             present = next(iter(pair.values()))
-            raise AdapterError(
-                f"{self.path}: tensor {present.name} has no counterpart lora_{'B' if 'A' in pair else 'A'}"
-            )
-        a, b = pair["A"], pair["B"]
+            raise AdapterError(f"{self.path}: tensor {present.name} has no counterpart lora_{min(missing)}")
+        a, b, bias = pair["A"], pair["B"], pair.get("bias")
         rank, said = a.shape[0], self.config.rank_of(module)
         target = self._target(module)
         if target is not None:
@@ -552,11 +550,15 @@ class _Matching:
                 f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not have the rank "
                 f"{said} that {CONFIG_FILE} gives them"
             )
+        if bias is not None and bias.shape != b.shape[:1]:
+            raise AdapterError(
+                f"{self.path}: tensor {bias.name} has shape {list(bias.shape)}; the module has {b.shape[0]} outputs"
+            )
         limit = self.limits.max_lora_rank
         if limit is not None and rank > limit:
             raise AdapterError(f"{self.path}: {module} has rank {rank}; --max-lora-rank is {limit}")
         scale = self.config.scale_of(module)
-        return Factors(module, target, a, b, scale)
+        return Factors(module, target, a, b, bias, scale)
 
     def _target(self, module: str) -> AdapterTarget | None:
         """Returns the matrix of a module; None if the model is not known."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quire.config.engine import EngineConfig
-from quire.config.model_impl import TRANSFORMERS
+from quire.config.lora import LoRAConfig
 from quire.config.observability import ProfilerConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
@@ -105,13 +105,8 @@ class Worker:
         stamp("weights")
 
     def _make_adapters(self, model: nn.Module, placement: Placement) -> AdapterTable:
-        """Returns an empty table of adapters. Raises ConfigError if this model cannot have any."""
+        """Returns an empty table of adapters. Raises ConfigError for a type that this model's adapters cannot have."""
         config, limits = self.config.model_config, self.config.lora_config
-        if config.implementation.name == TRANSFORMERS:
-            raise ConfigError(
-                f"--enable-lora: {config.hf_config.architecture} is run by transformers' class, which Quire serves no "
-                "adapters of; merge the adapter into the checkpoint"
-            )
         own = str(self.dtype).removeprefix("torch.")
         if limits.lora_dtype not in ("auto", own):
             raise ConfigError(
@@ -151,6 +146,8 @@ class Worker:
         specs = [*self.get_kv_cache_spec().values(), *self.get_draft_kv_cache_spec().values()]
         block_bytes = sum(spec.page_size_bytes for spec in specs)
         useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
+        if self._adapters is not None:  # the engine takes their memory out of what is returned
+            useful += adapters_share(useful, self.config.lora_config)
         mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
         free = max(0, host.available_cpu_memory() - mapped_bytes)
         return host.cpu_kv_cache_bytes(free, useful)
@@ -311,6 +308,12 @@ class Worker:
         self._runner = self._speculation = self._adapters = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def adapters_share(cache_bytes: int, config: LoRAConfig) -> int:
+    """Returns the bytes that adapters get beside a KV cache of `cache_bytes`: by default a tenth of both, at most 1
+    GiB."""
+    return min(host.GIB, -(-cache_bytes // 9)) if config.lora_memory_bytes is None else config.lora_memory_bytes
 
 
 class WorkerProfiler:

@@ -203,7 +203,6 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {f"k{i}": 4 for i in range(5000)}}, "5000 keys; at most 4096"),
     ({"use_rslora": "yes"}, "use_rslora is 'yes': it must be true or false"),
     ({"use_dora": True}, "DoRA"),
-    ({"lora_bias": True}, "biases of lora_B"),
     ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
     ({"bias": "all"}, "bias is 'all'"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire.config.engine_args import EngineArgs
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
@@ -20,8 +21,11 @@ from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.sample.sampler import sample
 from quire.worker.worker import Worker
+from tests.adapters import tensors as adapter_tensors
+from tests.adapters import write_adapter
+from tests.lora_worker import LoRAWorker, Work
 
-from .conftest import MakeCheckpoint
+from .conftest import INSTRUCTION_SETS, MakeCheckpoint
 from .quantization.test_checkpoints import CASES
 from .quantization.writers import mxfp4_checkpoint, quantize_checkpoint
 from .toy import RandomScheduler, ToyRequest, run_step
@@ -115,3 +119,61 @@ def check_invariance(path: Path, dtype: str, library: NativeLibrary, monkeypatch
         for i, (a, b) in enumerate(zip(alone, together, strict=True)):
             assert torch.equal(a, b), f"request {i}, seed {seed}"
     assert num_preemptions > 0
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------
+
+RANKS = (1, 4, 16, 100, 512)
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+
+
+ADAPTED = [
+    pytest.param(form, name, marks=() if form == "bfloat16" or name == INSTRUCTION_SETS[0] else pytest.mark.slow)
+    for name in INSTRUCTION_SETS
+    for form in FORMS
+]
+
+
+@pytest.mark.parametrize(("form", "instruction_set"), ADAPTED)
+def test_nor_on_the_adapters_of_others(
+    form: str,
+    instruction_set: str,
+    library: NativeLibrary,
+    tiny_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request with an adapter: alone, among requests of the base model and of other adapters, in chunks, preempted,
+    planned, on other threads. A request without: also in an engine without adapters."""
+    path, prompts, flags = tiny_checkpoint("llama"), make_prompts()[2:6], FORMS[form]
+    directories = {
+        str(rank): write_adapter(tmp_path / str(rank), adapter_tensors(rank, rank, scale=0.3 / rank**0.5), r=rank)
+        for rank in RANKS
+    }
+
+    def start(num_threads: int, **more: Any) -> tuple[LoRAWorker, dict[str, LoRARequest]]:
+        kernels = NativeKernels(Context(library, num_threads, instruction_set))
+        monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: kernels)
+        engine = LoRAWorker(path, MAX_REQS, **{**flags, **more})
+        return engine, engine.load(directories) if engine.worker._adapters is not None else {}
+
+    plain, _ = start(1, enable_lora=False)
+    expected = [plain.run([Work(prompt)], OUTPUT_LEN, seed=0)[0].logits for prompt in prompts]
+    one_thread, adapters = start(1)
+    for adapter in adapters.values():
+        expected += [one_thread.run([Work(prompt, adapter)], OUTPUT_LEN, seed=0)[0].logits for prompt in prompts]
+    assert len({str(rows.tolist()) for rows in expected}) == len(expected)
+    works = [Work(prompt, adapter) for adapter in (None, *adapters.values()) for prompt in prompts]
+    three_threads, _ = start(3)
+    for engine, seed in ((one_thread, 1), (three_threads, 2)):
+        for i, (result, rows) in enumerate(zip(engine.run(works, OUTPUT_LEN, seed=seed), expected, strict=True)):
+            assert torch.equal(result.logits, rows), f"request {i}, seed {seed}"
+    assert three_threads.num_preemptions > 0
+    assert three_threads.worker.runner._run_model.is_planned  # type: ignore[attr-defined]
+    for engine in (plain, one_thread, three_threads):
+        engine.worker.shutdown()

@@ -22,8 +22,15 @@ from quire.worker.kernels.base import (
     RotationKernel,
     RouterKernel,
 )
-from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
-from quire.worker.kernels.reference_lora import TorchAdapterBatch, TorchAdapterSite, TorchLowRank
+from quire.worker.kernels.lora import (
+    AdapterBatch,
+    AdapterSite,
+    LowRank,
+    PackedLowRank,
+    TorchAdapterBatch,
+    TorchAdapterSite,
+    TorchLowRank,
+)
 from quire.worker.kernels.specs import (
     LOGITS,
     PLAIN,

@@ -136,12 +136,18 @@ class Embedding(KernelModule):
         """Gives the kernel, and those made later, the places where adapters of both uses are installed."""
         self._sites = lookup, project
         if self._kernel is not None:
-            self._kernel.lookup_site, self._kernel.project_site = self._sites
+            self._give_sites(self._kernel)
+
+    def _give_sites(self, kernel: EmbeddingKernel) -> None:
+        lookup, project = self._sites
+        if lookup is not None:
+            kernel.lookup_site = lookup
+        if project is not None:
+            kernel.project_site = project
 
     def prepare(self, kernels: Kernels) -> EmbeddingKernel:
         self._kernel = kernel = kernels.embedding(self.weight.data[self.offset :], self.head)
-        if self._sites[0] is not None:
-            kernel.lookup_site, kernel.project_site = self._sites
+        self._give_sites(kernel)
         if not kernels.keeps_weights:
             forget(self, "weight")
         return kernel

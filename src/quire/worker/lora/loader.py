@@ -84,7 +84,7 @@ class LoadedAdapter:
     name: str
     info: AdapterInfo
     packed: Mapping[str, PackedLowRank]
-    """By site."""
+    """Weights by site."""
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class AdapterLoader:
     def _load(self, job: _Job) -> AdapterInfo:
         try:
             with torch.inference_mode():
-                adapter = _Reading(self, job).read()
+                adapter = _Reading(self, job).run()
         finally:
             self._jobs.discard(job)
         self._deliver(adapter)
@@ -214,7 +214,7 @@ class _Reading:
         self._digest = hashlib.sha256()
         self._name = job.load.lora_request.lora_name
 
-    def read(self) -> LoadedAdapter:
+    def run(self) -> LoadedAdapter:
         loader, load = self._loader, self._job.load
         directory = directory_of(load.lora_request)
         failpoint("lora.read", self._name)
@@ -250,13 +250,11 @@ class _Reading:
             missing[target.site] += 1
         for factors, target in zip(index.factors, targets, strict=True):
             site = sites[target.site]
-            a, b = (self._tensor(files, index, info) for info in (factors.a, factors.b))
-            order = site.orders[target.part]
-            if order is not None:
-                with self._pace.work():
-                    b = _take_rows(b, order)
-            device = self._loader._device
-            waiting[target.site][target.part] = LowRank(a.to(device), b.to(device), factors.scale)
+            order, device = site.orders[target.part], self._loader._device
+            a = self._tensor(files, index, factors.a).to(device)
+            b = self._outputs(files, index, factors.b, order).to(device)
+            bias = None if factors.bias is None else self._outputs(files, index, factors.bias, order).to(device)
+            waiting[target.site][target.part] = LowRank(a, b, factors.scale, bias)
             missing[target.site] -= 1
             if not missing[target.site]:
                 failpoint("lora.pack", self._name)
@@ -265,6 +263,12 @@ class _Reading:
                     whole = [parts.get(i) for i in range(len(site.part_sizes))]
                     packed[target.site] = site.pack(self._loader._kernels, whole, self._loader._dtype)
         return packed
+
+    def _outputs(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo, order: Tensor | None) -> Tensor:
+        """Returns a tensor of the file with a row for each output, in the model's order."""
+        stored = self._tensor(files, index, info)
+        with self._pace.work():
+            return stored if order is None else _take_rows(stored, order)
 
     def _tensor(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo) -> Tensor:
         """Returns a tensor of the file in the type of the adapters. Raises AdapterError for NaN and infinity."""
@@ -308,7 +312,7 @@ class _Reading:
             logger.warning("adapter %r: %s", self._name, note)
 
 
-def _take_rows(matrix: Tensor, order: Tensor) -> Tensor:
-    """Returns the rows in the model's order. numpy, because torch would use the threads of the steps."""
-    bits = matrix.view(torch.int16 if matrix.element_size() == 2 else torch.int32).numpy()
-    return torch.from_numpy(bits[order.numpy()]).view(matrix.dtype)
+def _take_rows(stored: Tensor, order: Tensor) -> Tensor:
+    """Returns the rows in another order. numpy, because torch would use the threads of the steps."""
+    bits = stored.view(torch.int16 if stored.element_size() == 2 else torch.int32).numpy()
+    return torch.from_numpy(bits[order.numpy()]).view(stored.dtype)

@@ -28,8 +28,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 class AdapterTable:
-    """Owns the loaded adapters. Adapters arrive on the loader's thread, and are installed and removed on the worker's, when
-    the next step begins.
+    """Owns the loaded adapters. Adapters arrive on the loader's thread, and are installed and removed on the
+    worker's, when the next step begins.
 
     Nothing here evicts: an adapter stays until `drop`, and no request of a step may name one that is not loaded.
     """

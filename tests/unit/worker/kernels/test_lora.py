@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.worker.kernels.base import Kernels, LinearKernel
 from quire.worker.kernels.library import Context, NativeLibrary
-from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.plan import Plan
 from quire.worker.kernels.reference import TORCH_KERNELS, TorchKernels
@@ -81,7 +81,7 @@ def add_site(
 
 def add_product(weight: Tensor, bias: Tensor, parts: list[LowRank | None], sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Returns weight and bias with an adapter in them, in float64."""
-    weights, biases = list(weight.double().split(sizes)), list(bias.double().split(sizes))
+    weights, biases = (list(torch.split(t.double(), sizes)) for t in (weight, bias))
     for i, part in enumerate(parts):
         if part is not None:
             weights[i] = weights[i] + part.scale * (part.b.double() @ part.a.double())
@@ -297,7 +297,9 @@ def test_a_plan_follows_the_segments_of_its_steps(make_kernels: MakeKernels) -> 
     ):
         inputs = torch.arange(n) % 50, torch.arange(n)
         layer.batch.set(starts, slots)
-        assert torch.equal(plan.run(*inputs, []), forward(*inputs))
+        y = plan.run(*inputs, [])
+        assert isinstance(y, Tensor)
+        assert torch.equal(y, forward(*inputs))
 
 
 def test_a_site_makes_recorded_plans_invalid(make_kernels: MakeKernels) -> None:
@@ -315,7 +317,7 @@ def test_packing_on_another_thread_while_kernels_run(library: NativeLibrary, mak
     x = randn(1, 6, k, dtype=dtype)
     layer.batch.set([0, 6], [layer.slots[-1]])
     expected = layer.kernel(x)
-    packed = []
+    packed: list[PackedLowRank] = []
 
     def pack() -> None:
         packed.extend(other.pack_low_rank(layer.adapters[-1], k, sizes, False, dtype) for _ in range(20))

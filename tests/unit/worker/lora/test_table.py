@@ -16,7 +16,7 @@ from quire.sampling_params import SamplingParams
 from quire.wire.execution import NewRequestData
 from quire.wire.lora import AdapterLoad
 from quire.worker.lora.table import AdapterTable, _set
-from tests.adapters import tensors, write_adapter
+from tests.adapters import PREFIX, factors, tensors, write_adapter
 from tests.lora_worker import GREEDY, LoRAWorker, Work
 
 from ..conftest import MakeCheckpoint
@@ -178,12 +178,24 @@ def test_sleep_and_new_weights(engine: LoRAWorker, adapters: dict[str, Path]) ->
     assert tokens(engine, request) == before
 
 
-def test_dummy_steps_and_the_base_see_no_adapter(engine: LoRAWorker, adapters: dict[str, Path]) -> None:
-    request = engine.load({"a": adapters["a"]})["a"]
+def test_after_a_step_layers_are_the_base_s_again(engine: LoRAWorker, tmp_path: Path) -> None:
+    """Drafters share the table and the head with the model."""
+    content = {**tensors(), **factors("lm_head", (48, 384), 4, seed=1)}
+    for end, shape in (("A", (4, 384)), ("B", (48, 4))):
+        content[f"{PREFIX}model.embed_tokens.lora_embedding_{end}"] = np.ones(shape, np.float32)
+    model = engine.worker.runner.model
+    ids, hidden = torch.arange(6), torch.randn(6, 48)
+
+    def look() -> list[torch.Tensor]:
+        return [model.model.embed_tokens(ids), model.compute_logits(hidden)]  # type: ignore[attr-defined]
+
+    before = look()
+    request = engine.load({"a": write_adapter(tmp_path, content)})["a"]
+    assert tokens(engine, request) != tokens(engine, None)
     tokens(engine, request)
-    table = table_of(engine)
-    assert (table._sites.tokens.slots, table._sites.logits.slots) == ((), ()) or engine.worker.kernels.name == "native"
     engine.worker.execute_dummy_batch()
+    for x, y in zip(before, look(), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_without_the_flag_nothing_is_made(tiny_checkpoint: MakeCheckpoint) -> None:

@@ -1,0 +1,115 @@
+"""Adapters through the whole engine: with speculation, scores of prompts, embeddings, and beside the base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.errors import ClientError
+from quire.outputs import RequestOutput
+from tests.adapters import tensors, write_adapter
+
+from .conftest import Checkpoint
+from .oracle import make_prompts
+from .test_oracle import FEW_BLOCKS, engine, num_preemptions
+
+PROMPTS = make_prompts(seed=5)[1::4]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+LORA = {
+    "enable_lora": True,
+    "lora_memory_bytes": 1 << 20,
+}  # the KV cache of a tiny model leaves adapters next to nothing
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[LoRARequest]:
+    made = []
+    for i, rank in enumerate((4, 16), start=1):
+        path = write_adapter(tmp_path / str(i), tensors(rank, seed=i), r=rank)
+        made.append(LoRARequest(f"adapter {i}", i, str(path)))
+    return made
+
+
+def generate(llm: LLM, adapters: list[LoRARequest | None], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+    """Answers to all prompts with each adapter."""
+    prompts = [{"prompt_token_ids": p} for _ in adapters for p in PROMPTS]
+    return llm.generate(prompts, params, lora_request=[a for a in adapters for _ in PROMPTS], use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_together_chunked_preempted_and_speculated(
+    dtype: str, checkpoint: Checkpoint, adapters: list[LoRARequest]
+) -> None:
+    path, every = checkpoint("llama"), [None, *adapters]
+    with engine(path, dtype=dtype, **LORA, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        alone = tokens(generate(llm, every))
+    n = len(PROMPTS)
+    assert alone[:n] != alone[n : 2 * n] != alone[2 * n :]
+    with engine(path, dtype=dtype) as llm:
+        assert tokens(generate(llm, [None])) == alone[:n]
+    with engine(path, dtype=dtype, **LORA, max_num_seqs=16) as llm:
+        assert tokens(generate(llm, every)) == alone
+        again = generate(llm, every[::-1])
+        assert tokens(again) == alone[2 * n :] + alone[n : 2 * n] + alone[:n]
+        assert sum(output.num_cached_tokens or 0 for output in again) > 100
+    with engine(path, dtype=dtype, **LORA, max_num_seqs=16, max_num_batched_tokens=64, **FEW_BLOCKS) as llm:
+        outputs = generate(llm, every)
+        assert tokens(outputs) == alone
+        assert num_preemptions(outputs) > 0
+    for speculation in (
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        {"model": str(path), "num_speculative_tokens": 2},
+    ):
+        with engine(path, dtype=dtype, **LORA, max_num_seqs=16, speculative_config=speculation) as llm:
+            assert tokens(generate(llm, every)) == alone
+
+
+def test_scores_of_prompts_are_the_adapter_s(checkpoint: Checkpoint, adapters: list[LoRARequest]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+
+    def scores(outputs: list[RequestOutput]) -> list[list[float]]:
+        return [
+            [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+            for output in outputs
+            if output.prompt_logprobs is not None
+        ]
+
+    with engine(checkpoint("llama"), **LORA, max_num_seqs=1) as llm:
+        alone = scores(generate(llm, [None, *adapters], params))
+    with engine(checkpoint("llama"), **LORA, max_num_seqs=16, max_num_batched_tokens=128) as llm:
+        together = scores(generate(llm, [None, *adapters], params))
+    assert len(alone) == len(together) == 3 * len(PROMPTS)
+    for x, y in zip(alone, together, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+    assert not np.allclose(alone[3], alone[len(PROMPTS) + 3], atol=1e-2)
+
+
+def test_embeddings_with_adapters(checkpoint: Checkpoint, adapters: list[LoRARequest]) -> None:
+    with engine(checkpoint("llama"), **LORA, runner="pooling", max_num_seqs=8) as llm:
+        prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+        base = [np.array(o.outputs.embedding) for o in llm.embed(prompts, use_tqdm=False)]
+        first = [np.array(o.outputs.embedding) for o in llm.embed(prompts, lora_request=adapters[0], use_tqdm=False)]
+        mixed = llm.embed(prompts * 2, lora_request=[adapters[0], None] * len(PROMPTS), use_tqdm=False)
+        for i, output in enumerate(mixed):
+            expected = (first if i % 2 == 0 else base)[i % len(PROMPTS)]
+            np.testing.assert_allclose(np.array(output.outputs.embedding), expected, atol=1e-5)
+        assert all(np.abs(x - y).max() > 1e-3 for x, y in zip(base, first, strict=True))
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(
+    checkpoint: Checkpoint, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    bad = LoRARequest("bad", 9, str(write_adapter(tmp_path / "bad", tensors(4), use_dora=True)))
+    with engine(checkpoint("llama"), **LORA) as llm:
+        before = tokens(generate(llm, [adapters[0]]))
+        with pytest.raises(ClientError, match="DoRA"):
+            generate(llm, [bad])
+        assert tokens(generate(llm, [adapters[0]])) == before
