@@ -79,7 +79,7 @@ async def _wait(event: asyncio.Event) -> None:
 
 
 def test_tokens_of_adapters_that_do_not_add_up_are_found() -> None:
-    """As they would not, were an adapter's tokens counted twice."""
+    """They do not if a token is counted for two adapters."""
     logger = PrometheusStatLogger(
         MetricsSetup(model_name="m", conditions=frozenset({LORA})),
         lambda: FrontendFacts(time=1.0, ledger=RequestLedger(num_delivered_tokens=4), num_live={}),
