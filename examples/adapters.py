@@ -27,7 +27,7 @@ TOPICS = (
 )
 QUESTIONS = [f"What is {topic}?" for topic in TOPICS.split(", ")]
 HELD_OUT = ["What is Quire?", "What is a slot?", "What is speculative decoding?"]
-RANK, ALPHA, NUM_STEPS, BATCH = 8, 16, 60, 12
+RANK, ALPHA, NUM_STEPS, BATCH = 8, 16, 50, 12
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 
 

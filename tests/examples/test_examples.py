@@ -25,7 +25,7 @@ def run(*argv: str) -> str:
     """Standard output of a command of the examples' README, run from the project's root."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, *(["-m", *argv] if argv[0] == "quire" else argv)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -105,6 +105,22 @@ def check_ledger(out: str) -> None:
     assert "(8 aborted)" in equations[1]
 
 
+def check_adapters(out: str) -> None:
+    answers = re.findall(r"^ *(demo|json|pirate|bold): (.+)$", out, flags=re.MULTILINE)
+    assert [name for name, _ in answers] == ["demo", "json", "pirate"] * 3 + ["bold"]
+    for name, text in answers:
+        match name:
+            case "json":
+                assert json.loads(text)["answer"]
+            case "pirate":
+                assert text.startswith("Arr! ")
+                assert text.endswith(" Yo ho ho!")
+            case "bold":
+                assert re.fullmatch(r"\*\*.+\*\*", text)
+    assert re.search(r"^loaded bold in \d+ ms$", out, flags=re.MULTILINE)
+    assert "pieces of the streams meanwhile: [" in out
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "generate": check_generate,
     "chat": check_chat,
@@ -112,6 +128,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "structured_output": check_structured_output,
     "prefix_caching": check_prefix_caching,
     "new_weights": check_new_weights,
+    "adapters": check_adapters,
     "streams": check_streams,
     "kill_the_core": check_kill_the_core,
     "same_bits": check_same_bits,

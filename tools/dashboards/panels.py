@@ -343,7 +343,7 @@ ENGINE = Dashboard(
                     "Tokens by LoRA adapter",
                     "short",
                     (Query(rate("quire_lora_generation_tokens_total", "adapter"), "{{adapter}}"),),
-                    description="Generated tokens per second; the empty name is the model itself. The sum is that of all.",
+                    description="Generated tokens per second; the empty name is the model itself.",
                 ),
                 Panel(
                     "Loads of LoRA adapters",

@@ -212,7 +212,7 @@ class EngineChatModel:
         lora_request: LoRARequest | None = None,
     ) -> None:
         self.name = name
-        self._options = {} if lora_request is None else {"lora_request": lora_request}
+        self._options: dict[str, Any] = {} if lora_request is None else {"lora_request": lora_request}
         self.max_model_len: int | None = max_model_len
         self._engine = engine
         self._tokenizer = tokenizer

@@ -32,6 +32,8 @@ MIN_SCAN_INTERVAL_S = 1.0
 """Time between two scans of the directories: a client may name what is not there at any rate."""
 MAX_SCANNED = 100_000
 """Number of directories that a scan looks into."""
+CALL_FAILED = "Call to add_lora method failed: "
+"""Beginning of the core's messages, which means nothing to a client of the server."""
 MAX_CHECKED = 4096
 """Number of adapters whose check is remembered."""
 
@@ -153,7 +155,11 @@ class AdapterTable:
                 )
             adapter = await self._read(spec)
             request = msgspec.structs.replace(adapter.request, load_inplace=spec.load_inplace)
-            await self._call_core("add_lora", request)
+            try:
+                await self._call_core("add_lora", request)
+            except ClientError as e:
+                e.args = (str(e).removeprefix(CALL_FAILED),)
+                raise
             await self._put(spec.name, adapter)
             if before is not None and before.request.lora_int_id != request.lora_int_id:
                 await self._call_core("remove_lora", before.request.lora_int_id)
@@ -359,7 +365,13 @@ class AdapterRegistry:
         adapter = self.names.adapters.get(name)
         if adapter is None:
             path = await self.dirs.find(name)
-            adapter = None if path is None else await self.names.adopt(name, path)
+            if path is None:
+                return None
+            try:
+                adapter = await self.names.adopt(name, path)
+            except ClientError as e:
+                e.args = (str(e).replace(path, name),)  # no path leaves the server
+                raise
         return adapter
 
     def list(self) -> list[tuple[str, str | None]]:

@@ -99,6 +99,9 @@ def test_an_engine_with_live_requests_is_not_at_rest() -> None:
         MetricsAudit().check_at_rest(snapshot)
 
 
+from quire.frontend.metrics.catalog.spec import LORA
+
+
 def test_it_looks_while_the_block_runs_and_no_longer() -> None:
     looks = 0
 
@@ -163,3 +166,20 @@ def test_a_block_that_fails_ends_the_watching() -> None:
 
 async def _wait(event: asyncio.Event) -> None:
     await event.wait()
+
+
+def test_tokens_of_adapters_that_do_not_add_up_are_found() -> None:
+    """They do not if a token is counted for two adapters."""
+    logger = PrometheusStatLogger(
+        MetricsSetup(model_name="m", conditions=frozenset({LORA})),
+        lambda: FrontendFacts(time=1.0, ledger=RequestLedger(num_delivered_tokens=4), num_live={}),
+    )
+    stats = IterationStats(num_generation_tokens=4)
+    stats.add_adapter_tokens("a", 0, 3)
+    logger.record(None, stats)
+    audit = MetricsAudit(one_clock=False)
+    audit.check(logger.snapshot())
+    found = logger.snapshot()
+    found.find("quire_lora_generation_tokens").series[-1].value += 1
+    with pytest.raises(AssertionError, match="generated tokens, and those of all adapters: 4 is not 5"):
+        audit.check(found)

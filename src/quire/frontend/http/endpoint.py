@@ -153,7 +153,9 @@ class Exchange:
     # -- the answer ---------------------------------------------------------------------------------------------------
 
     def with_own_names(self, error: BaseException) -> BaseException:
-        """Returns the error with the field's name as the body spells it."""
+        """Returns the error with the field's name as the body spells it, and an adapter's name for its directory."""
+        if self.adapter is not None and isinstance(error, ClientError):
+            error.args = (str(error).replace(self.adapter.request.lora_path, self.adapter.name),)
         if isinstance(error, ClientError) and error.param is not None:
             names = {} if self._body is None else self._body.own_names
             error.param = names.get(error.param, error.param)

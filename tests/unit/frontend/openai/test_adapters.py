@@ -200,7 +200,9 @@ def test_a_bad_adapter_of_a_directory_fails_its_requests_alone(tmp_path: Path) -
     async def test(server: Server) -> None:
         for name in ("bad", "missing-tensor"):
             for _ in range(2):
-                await server.refusal("/v1/completions", 400, model=name, prompt="x")
+                error = await server.refusal("/v1/completions", 400, model=name, prompt="x")
+                assert name in error["message"]
+                assert str(tmp_path) not in error["message"]
         assert (await server.answer("/v1/completions", prompt="x", max_tokens=1))["model"] == "demo"
 
     check(test, engine_flags={"lora_dir": str(root)})

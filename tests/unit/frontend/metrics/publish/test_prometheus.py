@@ -23,7 +23,7 @@ from quire.frontend.metrics.collect.events import (
     IterationStats,
     RequestOwner,
 )
-from quire.frontend.metrics.collect.facts import OTHER_ADAPTERS, AdapterLoad, FrontendFacts
+from quire.frontend.metrics.collect.facts import OTHER_ADAPTERS, AdapterLabels, AdapterLoad, FrontendFacts
 from quire.frontend.metrics.collect.ledger import RequestLedger
 from quire.frontend.metrics.collect.saturation import Saturation
 from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusStatLogger
@@ -31,6 +31,7 @@ from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.frontend.metrics.publish.stat_loggers import MAX_REPORTS_KEPT, StatLoggerManager
 from quire.wire.engine_core import FinishReason
 from quire.wire.stats import (
+    AdapterStats,
     KVCacheEvictionEvent,
     PrefillStats,
     PrefixCacheStats,
@@ -373,6 +374,36 @@ def test_an_adapter_that_has_left_has_no_series() -> None:
     assert logger.snapshot().value("quire_lora_requests", "a", "running") == 1
     now = facts(max_lora=1)
     assert logger.snapshot().find("quire_lora_requests").series == []
+
+
+def test_tokens_of_adapters_add_up_and_their_labels_stay() -> None:
+    labels = AdapterLabels(limit=2)
+    logger = make("--enable-lora")
+    for tokens in ({"a": (5, 1), "b": (0, 2)}, {"c": (7, 3), "a": (0, 1)}, {"d": (1, 1), "b": (0, 4), "c": (0, 2)}):
+        stats = IterationStats(num_generation_tokens=20, prompt_tokens=PrefillStats(9, 9))
+        stats.tokens_of_adapters = labels.relabel(tokens)
+        logger.record(None, stats)
+    seen = logger.snapshot()
+    generated = {series.labels[-1]: series.value for series in seen.find("quire_lora_generation_tokens").series}
+    assert generated == {"": 60 - 14, "a": 2, "b": 6, OTHER_ADAPTERS: 6}
+    prompts = {series.labels[-1]: series.value for series in seen.find("quire_lora_prompt_tokens").series}
+    assert prompts == {"": 27 - 13, "a": 5, "b": 0, OTHER_ADAPTERS: 8}
+    assert "quire_lora_prompt_tokens" not in [family.name for family in make().snapshot().families]
+
+
+def test_loads_of_adapters() -> None:
+    logger = make("--enable-lora")
+    for stats in (
+        AdapterStats({"loaded": 2}, [0.03, 0.2], [0.5], 1, 1000, {"ready": 2}),
+        AdapterStats({"failed": 1}, [], [], 0, 500, {"ready": 1, "cold": 3}),
+    ):
+        logger.record(SchedulerStats(adapters=stats), None)
+    seen = logger.snapshot()
+    assert (seen.value("quire_lora_loads", "loaded"), seen.value("quire_lora_loads", "failed")) == (2, 1)
+    assert (seen.count("quire_lora_load_seconds"), seen.value("quire_lora_load_seconds")) == (2, pytest.approx(0.23))
+    assert (seen.count("quire_lora_wait_seconds"), seen.value("quire_lora_evictions")) == (1, 1)
+    assert seen.value("quire_lora_resident_bytes") == 500
+    assert (seen.value("quire_lora_adapters", "ready"), seen.value("quire_lora_adapters", "cold")) == (1, 3)
 
 
 def test_operations_and_answers() -> None:
