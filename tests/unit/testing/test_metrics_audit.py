@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.frontend.metrics.catalog.spec import SPEC_DECODE
+from quire.frontend.metrics.catalog.spec import LORA, SPEC_DECODE
 from quire.frontend.metrics.collect.events import FinishedRequestStats, IterationStats
 from quire.frontend.metrics.collect.facts import NO_DRAFTS, FrontendFacts
 from quire.frontend.metrics.collect.ledger import RequestLedger
@@ -97,9 +97,6 @@ def test_an_engine_with_live_requests_is_not_at_rest() -> None:
     MetricsAudit().check(snapshot)
     with pytest.raises(AssertionError, match="not at rest"):
         MetricsAudit().check_at_rest(snapshot)
-
-
-from quire.frontend.metrics.catalog.spec import LORA
 
 
 def test_it_looks_while_the_block_runs_and_no_longer() -> None:
