@@ -193,7 +193,7 @@ struct Quantized {
     Quantized(qk_context* context, Noise& noise, int32_t form, int64_t outputs, int64_t inputs, int64_t group_size, bool has_zeros, bool gated)
         : n(outputs), k(inputs), groups(form == QK_W8A8 ? 1 : (k + group_size - 1) / group_size), panels((blocks_of(outputs, gated) + 3) / 4) {
         values.resize(size_t(n * k)), weights.resize(size_t(n * k)), corrections.resize(size_t(panels * 64));
-        scales.resize(size_t(panels * groups * 64)), zeros.resize(scales.size()), exponents.resize(size_t(panels * k / 32 * 64));
+        scales.resize(size_t(panels * groups * 64)), zeros.resize(scales.size()), exponents.resize(size_t(panels * ((k + 31) / 32) * 64));
         for (int64_t o = 0; o < n; ++o) {
             const int64_t place = place_of(o, gated);
             for (int64_t i = 0; i < k; ++i) {
