@@ -20,6 +20,7 @@ from quire.cli.batch_rows import RowServer
 from quire.cli.main import main
 from quire.frontend.client.inproc import AsyncInprocClient
 from quire.wire.engine_core import EngineCoreOutputs
+from tests.adapters import write_adapter
 from tests.seeds import examples
 
 Capture = pytest.CaptureFixture[str]
@@ -234,6 +235,20 @@ def test_resume_after_interrupt(batch: Batch, capsys: Capture, calls: Calls, mon
     assert batch.run() == 0
     assert calls.num == 12 - num_done
     assert set(batch.answers()) == {f"r{i}" for i in range(12)}
+
+
+def test_rows_name_adapters_as_their_model(batch: Batch, tmp_path: Path, capsys: Capture) -> None:
+    directory = write_adapter(tmp_path / "sql")
+    batch.write(text_row("a", model="sql", seed=1), text_row("b", seed=1), text_row("c", model="other"))
+    assert batch.run("--lora", f"sql={directory}") == 1
+    results = batch.results()
+    bodies = {name: results[name]["response"]["body"] for name in "ab"}
+    assert (bodies["a"]["model"], bodies["b"]["model"]) == ("sql", "demo")
+    assert bodies["a"]["choices"] != bodies["b"]["choices"]
+    assert results["c"]["response"]["status_code"] == 404
+    batch.target.unlink()
+    assert batch.run("--lora", "sql=/no/where") == 2
+    assert "--lora-modules sql: there is no adapter at /no/where" in capsys.readouterr().err
 
 
 def test_resume_after_the_engine_died_for_good(batch: Batch, capsys: Capture) -> None:
