@@ -264,7 +264,7 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True
     ),
     "FullAttentionSpec": FULL_SPEC,
     "ChunkedSpec": ChunkedSpec(16, 2, 64, "float16", 96),

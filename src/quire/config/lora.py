@@ -57,7 +57,7 @@ class LoRAConfig:
     )
     lora_memory_bytes: int | None = flag(
         None,
-        "Memory of loaded adapters (1G, 512M). Default: 1 GiB, at most a tenth of the KV cache's memory.",
+        "Memory of loaded adapters (1G, 512M). Default: 1 GiB, at most a tenth of the free memory; 64M at least.",
         parse=parse_human_int,
         minimum=0,
     )

@@ -264,12 +264,19 @@ class KVCacheSizes:
         return int(self.max_concurrency * self.max_model_len) if self.config.kv_cache_groups else 0
 
 
+SMALL_ADAPTER_BYTES = 64 << 20
+"""Least memory of adapters by default, where there is twice as much: a small model's cache is smaller than adapters."""
+
+
 def adapter_budget(config: LoRAConfig, available_bytes: int) -> int:
-    """Returns the memory of adapters: --lora-memory-bytes, or 1 GiB, at most a tenth of what is available; 0 without
-    them."""
+    """Returns the memory of adapters: --lora-memory-bytes, or 1 GiB, at most a tenth of what is available, but 64 MiB
+    where that is half of it or less; 0 without adapters."""
     if not config.enable_lora:
         return 0
-    return min(GIB, max(available_bytes, 0) // 10) if config.lora_memory_bytes is None else config.lora_memory_bytes
+    if config.lora_memory_bytes is not None:
+        return config.lora_memory_bytes
+    available_bytes = max(available_bytes, 0)
+    return max(min(GIB, available_bytes // 10), min(SMALL_ADAPTER_BYTES, available_bytes // 2))
 
 
 def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSizes:
