@@ -475,7 +475,7 @@ def format_report(report: dict[str, Any]) -> str:
     conditions = f"{report['date']}. {report['cpu']}, {report['cpus']} cores, medians of turns ± half their range."
     disturbed = [f"{name} {100 * share:.0f} %" for name, share in report["neighbours"].items() if share >= DISTURBED]
     if disturbed:
-        conditions += f" Other programs took up to these shares of the cores meanwhile: {', '.join(disturbed)}."
+        conditions += f"\nOther programs took up to these shares of the cores meanwhile: {', '.join(disturbed)}."
     return "\n\n".join([conditions, "\n".join(lines), *verdict])
 
 
