@@ -17,8 +17,16 @@ pytestmark = pytest.mark.prometheus
 
 EMPTY = {
     "quire_engine/Draft tokens accepted/A": "the server does not speculate",
-    "quire_engine/Tokens accepted per draft/A": "the server does not speculate",
+    "quire_engine/Mean acceptance length/A": "the server does not speculate",
     "quire_engine/Accepted, by position/A": "the server does not speculate",
+    "quire_engine/Draft tokens, by result/A": "the server does not speculate",
+    "quire_engine/Draft tokens, by result/B": "the server does not speculate",
+    "quire_engine/Draft tokens, by result/C": "the server does not speculate",
+    "quire_engine/Proposed and not verified, by reason/A": "the server does not speculate",
+    "quire_engine/Time of the drafter/A": "the server does not speculate",
+    "quire_engine/Speculation is on/A": "the server does not speculate",
+    "quire_engine/Draft tokens of a request/A": "the server does not speculate",
+    "quire_engine/Draft tokens of a request/B": "the server does not speculate",
     "quire_engine/Requests by LoRA adapter/A": "the server has no adapters",
     "quire_engine/Tokens by LoRA adapter/A": "the server has no adapters",
     "quire_engine/Loads of LoRA adapters/A": "the server has no adapters",
