@@ -52,15 +52,17 @@ def test_every_flag_in_every_spelling(spec: FlagSpec) -> None:
     text, value = sample(spec)
     for argv in ([dashes, text], [underscores, text], [f"{dashes}={text}"], [f"{underscores}={text}"]):
         args = line().parse(argv)
-        assert args[spec.name] == value
-        assert args.given == {spec.name: value}
-        assert getattr(engine_args(args), spec.name) == value
+        held = [value] if spec.is_list else value
+        assert args[spec.name] == held
+        assert args.given == {spec.name: held}
+        assert getattr(engine_args(args), spec.name) == ((value,) if spec.is_list else value)
 
 
 def test_nothing_given_is_every_default() -> None:
     args = line().parse([])
     assert args.given == {}
-    assert {name: args[name] for name in FLAGS} == {name: spec.default for name, spec in FLAGS.items()}
+    defaults = {name: list(spec.default) if spec.is_list else spec.default for name, spec in FLAGS.items()}
+    assert {name: args[name] for name in FLAGS} == defaults
     assert engine_args(args).non_default == {}
 
 

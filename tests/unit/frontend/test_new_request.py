@@ -38,7 +38,7 @@ def test_every_form_of_prompt_is_parsed(prompt: Any, parsed: ParsedPrompt) -> No
         ([1.5], "got list"),
         ([True], "got list"),
         (b"ab", "got bytes"),
-        ({}, "needs 'prompt' or 'prompt_token_ids'"),
+        ({}, "needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'"),
         ({"prompt": 5}, "'prompt' must be text, got int"),
         ({"prompt_token_ids": "12"}, "must be a list of integers"),
         ({"prompt_token_ids": [[1]]}, "must be a list of integers"),

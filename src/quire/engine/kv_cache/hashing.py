@@ -51,11 +51,11 @@ def block_extra_keys(request: Request, block_index: int, block_size: int) -> Ext
     keys: ExtraKeys = ()
     if request.lora_request is not None:
         keys += (("lora", request.lora_request.lora_name, request.lora_request.lora_path),)
+        if request.lora_revision > 1:
+            keys += (("lora_revision", request.lora_revision),)
     if request.prompt_embeds is not None:
         digest = _hash_embeds(request.origin, block_index * block_size, (block_index + 1) * block_size)
         keys += (("prompt_embeds", digest),) if digest else ()
-        if request.lora_revision > 1:
-            keys += (("lora_revision", request.lora_revision),)
     if request.cache_salt is not None and block_index == 0:
         keys += (("cache_salt", request.cache_salt),)
     return keys or None

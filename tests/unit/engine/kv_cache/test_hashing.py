@@ -149,7 +149,7 @@ def test_lora_enters_every_block_by_name_and_path() -> None:
     assert block_extra_keys(requests[1], 5, 4) == (("lora", "sql", "/adapters/sql"),)
     assert len({request.block_hashes[0] for request in requests}) == 4
     reloaded = ModelRequest("r", letters("ABCDEFGH"), lora_request=LORA, lora_revision=2)
-    assert block_extra_keys(reloaded, 5) == (("lora", "sql", "/adapters/sql"), ("lora_revision", 2))
+    assert block_extra_keys(reloaded, 5, 4) == (("lora", "sql", "/adapters/sql"), ("lora_revision", 2))
     assert not set(reloaded.block_hashes) & set(requests[1].block_hashes)
     same = ModelRequest("r", letters("ABCDEFGH"), lora_request=LoRARequest("sql", 9, "/adapters/sql"))
     assert same.block_hashes == requests[1].block_hashes  # the int id is local to a process

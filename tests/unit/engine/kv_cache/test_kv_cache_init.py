@@ -64,7 +64,8 @@ def test_a_model_without_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     ("lora", "available", "kv_cache_memory_bytes", "adapters", "left"),
     [
         (LoRAConfig(), 1000, None, 0, 1000),
-        (LoRAConfig(enable_lora=True), 1000, None, 100, 900),
+        (LoRAConfig(enable_lora=True), 1000, None, 500, 500),  # half of a little: a tenth holds no adapter
+        (LoRAConfig(enable_lora=True), 2 << 30, None, (2 << 30) // 10, (2 << 30) - (2 << 30) // 10),
         (LoRAConfig(enable_lora=True), 100 << 30, None, 1 << 30, 99 << 30),
         (LoRAConfig(enable_lora=True, lora_memory_bytes=300), 1000, None, 300, 700),
         (LoRAConfig(enable_lora=True, lora_memory_bytes=300), 1000, 1000, 300, 1000),  # the cache has its own size
