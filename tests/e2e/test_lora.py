@@ -113,3 +113,19 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_request_alone(
         with pytest.raises(ClientError, match="DoRA"):
             generate(llm, [bad])
         assert tokens(generate(llm, [adapters[0]])) == before
+
+
+@pytest.mark.parametrize("num_adapters", [9, 40])
+def test_many_adapters_that_leave_sites_alone(num_adapters: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A site that no adapter changes, such as the logits head, has a place for each of them, too."""
+    adapters = [
+        LoRARequest(f"adapter {i}", i, str(write_adapter(tmp_path / str(i), tensors(4, seed=i), r=4)))
+        for i in range(1, num_adapters + 1)
+    ]
+    prompts = [{"prompt_token_ids": PROMPTS[0]}] * num_adapters
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with engine(checkpoint("llama"), dtype="bfloat16", **LORA | {"lora_memory_bytes": 64 << 20}) as llm:
+        together = llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+        alone = [llm.generate(prompts[0], params, lora_request=a, use_tqdm=False)[0] for a in adapters]
+    assert tokens(together) == tokens(alone)
+    assert len({tuple(ids) for ids in tokens(alone)}) > num_adapters // 2

@@ -127,8 +127,8 @@ class AdapterTable:
         for adapter in arrived.values():
             failpoint("lora.install", adapter.name)
             slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
-            for name, packed in adapter.packed.items():
-                self._sites.sites[name].kernel.install(slot, packed)
+            for name, site in self._sites.sites.items():  # all: a site has a place for every slot in use
+                site.kernel.install(slot, adapter.packed.get(name))
             self._installed[adapter.key] = slot, adapter
 
     def _remove(self, key: AdapterKey) -> None:
