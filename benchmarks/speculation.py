@@ -31,13 +31,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from tools.demo_model import topics
@@ -120,6 +120,7 @@ class Bench:
         model: str,
         drafting: dict[str, Any] | None = None,
         *,
+        llm: dict[str, Any] | None = None,
         peer: str = "quire",
         params: dict[str, Any] | None = None,
         one_by_one: bool = False,
@@ -127,7 +128,8 @@ class Bench:
         python: Path | None = None,
     ) -> Engine:
         """Returns an engine with a checkpoint of the peers, `demo` or `copying`."""
-        settings = {"llm": {"speculative_config": drafting} if drafting else {}, "params": params or {}}
+        options = {"speculative_config": drafting} if drafting else {}
+        settings: dict[str, Any] = {"llm": options | (llm or {}), "params": params or {}}
         settings["one_by_one"] = one_by_one
         more = {"VERSUS_SETTINGS": json.dumps(settings), "PYTHONPATH": str(ROOT) if python is None else ""}
         base = PEERS[peer]
@@ -149,13 +151,13 @@ class Bench:
         if (why := own.missing(self._place, model)) is not None:
             raise MissingError(why)
         engine = Engine(own, self._place, model, self.options.home / "logs")
-        words = [peer, model, *(str(v) for v in (drafting or {}).values()), "before" if python else ""]
+        words = [peer, model, *(str(v) for v in (drafting or {}).values()), *(llm or {}), "before" if python else ""]
         engine.log = engine.log.with_name("-".join(words).replace(":", "-") + ".log")
         self._stack.callback(engine.close)
         return engine
 
     def turns(
-        self, engines: Sequence[Engine], requests: Callable[[int], Sequence[BenchRequest]], reps: int | None = None
+        self, engines: Sequence[Runnable], requests: Callable[[int], Sequence[BenchRequest]], reps: int | None = None
     ) -> list[list[Repetition]]:
         """Returns the repetitions of each engine, after two to warm up: `reps` turns of `requests(turn)`.
 
@@ -177,6 +179,15 @@ class Bench:
         turns = sorted(turns, key=lambda turn: turn[0])[:reps]
         self.neighbours = max(self.neighbours, turns[-1][0])
         return [[turn[i] for _, turn in turns] for i in range(len(engines))]
+
+
+class Runnable(Protocol):
+    """An engine, or one in a certain way."""
+
+    @property
+    def log(self) -> Path: ...
+
+    def run(self, requests: Sequence[BenchRequest], prefix: int, limit_s: float) -> Repetition: ...
 
 
 @dataclass(frozen=True)
@@ -459,7 +470,8 @@ def g10(bench: Bench) -> list[Row]:
     return [stream, batch]
 
 
-GOALS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9, "G10": g10}
+Goals = Mapping[str, Callable[[Bench], list[Row]]]
+GOALS: Goals = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9, "G10": g10}
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -491,7 +503,7 @@ def _measured(row: Row) -> str:
     return f"**{text}**" if row.is_met is False else text
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, goals: Goals = GOALS) -> dict[str, Any]:
     """Returns the report of the goals asked for, and writes it after each. A goal that cannot be measured has a row
     that says why."""
     report: dict[str, Any] = {}
@@ -501,7 +513,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with ExitStack() as stack:
             bench = Bench(options, stack)
             try:
-                rows += GOALS[name](bench)
+                rows += goals[name](bench)
             except MissingError as e:
                 rows.append(Row(name, "", [], failure=str(e)))
         neighbours[name] = bench.neighbours
@@ -517,40 +529,45 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge(reports: Sequence[dict[str, Any]], goals: Goals = GOALS) -> dict[str, Any]:
     """Joins reports of one machine: the last rows of each goal."""
     last = {row["name"]: report for report in reports for row in report["rows"]}
-    rows = [row for name in GOALS if name in last for row in last[name]["rows"] if row["name"] == name]
-    neighbours = {name: last[name]["neighbours"].get(name, 0.0) for name in GOALS if name in last}
+    rows = [row for name in goals if name in last for row in last[name]["rows"] if row["name"] == name]
+    neighbours = {name: last[name]["neighbours"].get(name, 0.0) for name in goals if name in last}
     return {**reports[-1], "neighbours": neighbours, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--goals", default=",".join(GOALS), type=lambda text: text.split(","))
-    parser.add_argument("--reps", type=int, default=5, help="turns; short ones have several times as many")
     parser.add_argument("--baseline", type=Path, help="checkout from before speculation, for G10")
+    return report_goals(parser, argv, GOALS, "speculation")
+
+
+def report_goals(parser: argparse.ArgumentParser, argv: Sequence[str] | None, goals: Goals, section: str) -> int:
+    """Adds the flags, measures, and prints the table. `section` names its markers in docs/performance.md."""
+    parser.add_argument("--goals", default=",".join(goals), type=lambda text: text.split(","))
+    parser.add_argument("--reps", type=int, default=5, help="turns; short ones have several times as many")
     parser.add_argument("--home", type=Path, default=DEFAULT_HOME, help="where benchmarks/peers/setup put everything")
     parser.add_argument("--cpus", type=int, nargs="+", default=sorted(os.sched_getaffinity(0)))
     parser.add_argument("--cpu-time", action="store_true", help="for a busy machine, with one of --cpus; not for G9")
     parser.add_argument("--kv-cache-gib", type=float, default=1.0)
     parser.add_argument("--limit-s", type=float, default=150.0, help="of one repetition")
-    parser.add_argument("--output-json", type=Path, default=Path("speculation.json"))
+    parser.add_argument("--output-json", type=Path, default=Path(f"{section}.json"))
     parser.add_argument("--from-json", type=Path, nargs="+", help="measure nothing; the table of these files")
     parser.add_argument("--update-docs", action="store_true", help="put the table into docs/performance.md")
     options = parser.parse_args(argv)
-    unknown = [name for name in options.goals if name not in GOALS]
+    unknown = [name for name in options.goals if name not in goals]
     if unknown:
-        parser.error(f"--goals: unknown {', '.join(unknown)}; known: {', '.join(GOALS)}")
+        parser.error(f"--goals: unknown {', '.join(unknown)}; known: {', '.join(goals)}")
     if options.from_json:
-        report = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.from_json])
+        report = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.from_json], goals)
     else:
         os.sched_setaffinity(0, options.cpus)  # inherited by every process that is started here
-        report = measure(options)
+        report = measure(options, goals)
     text = format_report(report)
     print(text)
     if options.update_docs:
-        update_page(PAGE, text, "speculation")
+        update_page(PAGE, text, section)
     return 0
 
 

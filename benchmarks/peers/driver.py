@@ -8,7 +8,8 @@ A driver is a program that a peer's own interpreter runs. It loads a checkpoint 
     driver: {"error": "..."}                                                  instead, after a failure
 
 It ends at the end of its input. Output of the engine goes to standard error. `prefix` is the number of tokens that all
-prompts share at the start, for engines that need it. Clocks start with the requests in hand and stop at the last token.
+prompts share at the start, for engines that need it; other keys of a line are further arguments of the driver's
+function. Clocks start with the requests in hand and stop at the last token.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Setting:
     dtype: str = "bfloat16"
 
 
-Run = Callable[[list[Request], int], Result]
+Run = Callable[..., Result]
+"""Called with requests, `prefix`, and what else the line has."""
 
 
 def timed(start: float, stamps: list[float], num_tokens: int) -> Result:
@@ -89,9 +91,9 @@ def main(load: Callable[[Setting], tuple[str, Run]]) -> int:
     answer({"version": version, "load_s": time.perf_counter() - start})
     for line in sys.stdin:
         task = json.loads(line)
-        requests: list[Request] = [(ids, length) for ids, length in task["requests"]]
+        requests: list[Request] = [(ids, length) for ids, length in task.pop("requests")]
         try:
-            answer(asdict(run(requests, task["prefix"])))
+            answer(asdict(run(requests, **task)))
         except Exception as e:
             answer({"error": _in_one_line(e)})
     return 0

@@ -250,13 +250,14 @@ class Engine:
         self.version, self.load_s = ready["version"], ready["load_s"]
         self._process.pause()
 
-    def run(self, requests: Sequence[BenchRequest], prefix: int, limit_s: float) -> Repetition:
-        """Runs one repetition. Raises EngineError; after a time-out or an end the process is gone."""
+    def run(self, requests: Sequence[BenchRequest], prefix: int, limit_s: float, **more: Any) -> Repetition:
+        """Runs one repetition. `more` goes to the driver as well. Raises EngineError; after a time-out or an end the
+        process is gone."""
         self.start()
         process = self._process
         assert process is not None
         process.resume()
-        task = {"requests": [[r.prompt_token_ids, r.output_len] for r in requests], "prefix": prefix}
+        task = {"requests": [[r.prompt_token_ids, r.output_len] for r in requests], "prefix": prefix, **more}
         before, own, start = machine_cpu_s(), process.cpu_s(), time.perf_counter()
         try:
             self._send(task)
