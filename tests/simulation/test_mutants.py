@@ -17,6 +17,9 @@ from tests.simulation.run import EPISODE_OPERATIONS
 
 MAX_OPERATIONS = 100_000
 LUCKY_SEEDS = {
+    "drafts_are_not_rolled_back": 37, "drafts_of_two_requests_swapped": 15, "run_not_cut_at_a_stop": 15,
+    "drafts_are_rolled_back_one_too_far": 7, "bonus_from_the_wrong_row": 7,
+    "rejected_drafts_are_not_the_requests": 43, "runs_count_as_one_draft": 33, "drafts_of_all_segments_in_each": 33,
     "drafts_are_hashed": 227, "drafts_survive_preemption": 15, "last_steps_blocks_unregistered": 25,
     "cached_tokens_not_reported": 2, "collisions_are_hits": 2, "counts_every_look_up": 2, "double_free": 2,
     "evict_in_use": 2, "evicted_block_stays_findable": 2, "eviction_from_the_tail": 8,
