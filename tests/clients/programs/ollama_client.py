@@ -21,7 +21,7 @@ assert answer.done
 assert answer.message.content
 assert answer.eval_count > 0 < answer.prompt_eval_count, answer
 parts = list(client.chat("demo:latest", QUESTION, stream=True, options=GREEDY))
-assert len(parts) > 2
+assert len(parts) > 1  # the end, and the text before it: a reader that is late gets several tokens in a part
 assert "".join(part.message.content for part in parts) == answer.message.content
 assert (parts[-1].done, parts[-1].done_reason) == (True, answer.done_reason)
 
