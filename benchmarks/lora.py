@@ -120,6 +120,9 @@ class Arm:
         named = [self.adapters[i % len(self.adapters)] for i in range(len(requests))]
         return self.engine.run(requests, prefix, limit_s, adapters=named)
 
+    def close(self) -> None:
+        self.engine.close()
+
 
 def decode(model: str, count: int) -> Callable[[int], list[BenchRequest]]:
     """Returns requests that are the same in all turns: but for one token, their prompts come from the prefix cache."""

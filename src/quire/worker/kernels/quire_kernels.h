@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 10
+#define QK_ABI_VERSION 11
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -420,6 +420,12 @@ typedef struct {
     double* log_totals;      /* [rows] */
 } qk_logprobs_args;
 QK_EXPORT void qk_logprobs(qk_context* context, const qk_logprobs_args* args);
+
+/* -- where the last tokens of a text occurred before, for drafts ---------------------------------------------------------- */
+
+/* Returns how many of the last tokens, at most `longest` (below n), stand together earlier in the n tokens; *end: the token after them,
+ * of several places with as many the latest. 0: the last token does not occur before. */
+QK_EXPORT int64_t qk_find_match(const int32_t* tokens, int64_t n, int64_t longest, int64_t* end);
 
 /* -- suffix indexes: which tokens followed which in texts, for drafts ---------------------------------------------------- */
 
