@@ -14,6 +14,7 @@ from quire import SamplingParams
 
 from .harness import fake_args, running
 
+
 async def read_until(socket: zmq.asyncio.Socket, kind: str) -> list[tuple[int, list[str]]]:
     """Returns number and kinds of the batches up to one that contains `kind`."""
     batches: list[tuple[int, list[str]]] = []
@@ -38,7 +39,7 @@ def kinds_of(payload: bytes) -> list[str]:
 
 
 def test_numbers_go_on_after_a_kill(tmp_path: Path) -> None:
-    """What was sent before a subscriber had found the new core is replayed."""
+    """Batches that were sent before a subscriber had found the new core are replayed."""
     endpoints = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     config: dict[str, Any] = {"enable_kv_cache_events": True, **endpoints}
 

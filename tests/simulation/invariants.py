@@ -13,7 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from quire.engine.kv_cache.changes import BlockChanges, describe_cached_blocks
-from quire.engine.kv_events.publisher import EventEncoder
+from quire.engine.kv_events import EventEncoder
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput

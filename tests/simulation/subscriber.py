@@ -13,7 +13,7 @@ class Subscriber:
 
     def __init__(self) -> None:
         self.blocks: dict[int, dict[Any, tuple[Any, tuple[int, ...]]]] = defaultdict(dict)
-        """By group and hash: the parent's hash and the tokens."""
+        """The parent's hash and the tokens, by group and hash."""
 
     def apply(self, payload: bytes) -> None:
         """Takes in one batch."""

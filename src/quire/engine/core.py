@@ -21,7 +21,7 @@ from quire.engine.executor.abstract import Executor
 from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.sizing import initialize_kv_caches
-from quire.engine.kv_events.publisher import make_source
+from quire.engine.kv_events import make_source
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus

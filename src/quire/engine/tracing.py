@@ -20,8 +20,7 @@ from quire import envs
 from quire.config.engine import EngineConfig
 from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.sizing import KVCacheSizes
-from quire.engine.kv_events.observer import KVEventsObserver
-from quire.engine.kv_events.publisher import KVEventPublisher
+from quire.engine.kv_events import KVEventPublisher, KVEventsObserver
 from quire.engine.recording.file import BackgroundFile, FileRecorder
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver

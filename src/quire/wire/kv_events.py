@@ -36,7 +36,7 @@ class BlockStored(KVEvent, tag="BlockStored"):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
-    """What else decides each block's content: adapter, salt, embeddings; None for a block without any."""
+    """Further values that decide each block's content: adapter, salt, embeddings; None for a block without any."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None

@@ -95,7 +95,7 @@ class BlockPool:
         self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
         self._metrics = metrics
         self.changes: BlockChanges | None = None
-        """What became and ceased to be findable; None: it is not recorded."""
+        """Record of what can be found from now on, and no longer; None: there is none."""
         self.num_cached_free_blocks = 0
         """Number of blocks without references whose content may be hit."""
 

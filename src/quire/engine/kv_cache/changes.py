@@ -1,4 +1,4 @@
-"""What became and ceased to be findable in the prefix cache, in order: for KV cache events."""
+"""Changes of what can be found in the prefix cache, in order: for KV cache events."""
 
 from __future__ import annotations
 
@@ -112,16 +112,16 @@ def describe_cached_blocks(blocks: Iterable[KVCacheBlock], num_groups: int) -> l
         pending = [*contents, *reversed(starts)]  # taken from the end; whole chains leave nothing of the first part
         done: set[BlockHash] = set()
         while pending:
-            digest: BlockHash | None = pending.pop()
-            if digest is None or digest in done:
+            following: list[BlockHash] = [pending.pop()]
+            if following[0] in done:
                 continue
-            run = StoredRun(group_id, parents[digest])
-            while digest is not None and digest not in done:
+            run = StoredRun(group_id, parents[following[0]])
+            while following and following[0] not in done:
+                digest, *others = following
+                pending += others
                 done.add(digest)
                 run.append(digest, contents[digest].token_ids, contents[digest].extra_keys)
-                first, *others = children.get(digest, (None,))
-                pending += others
-                digest = first
+                following = children.get(digest, [])
             changes.append(run)
     return changes
 

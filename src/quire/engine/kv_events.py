@@ -1,4 +1,5 @@
-"""Publishes KV cache events on zmq sockets, on a thread of its own.
+"""KV cache events: an observer takes the changes of the prefix cache, one batch for each step that had any; a publisher
+encodes and sends them, on a thread of its own.
 
 Messages are not encrypted and contain the token ids of prompts: the socket is this host's unless an address says
 otherwise.
@@ -19,9 +20,14 @@ import zmq
 
 from quire.config.kv_events import FLAG, KVEventsConfig
 from quire.engine.kv_cache.block import BlockHash, ExtraKeys
-from quire.engine.kv_cache.changes import Change, Cleared, StoredRun
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, StoredRun, describe_cached_blocks
+from quire.engine.request import RequestStatus
+from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
 from quire.errors import ConfigError
 from quire.logger import init_logger
+from quire.wire.engine_core import EngineCoreOutputs
+from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.wire.kv_events import (
     DEVICE_MEDIUM,
@@ -36,6 +42,7 @@ from quire.wire.kv_events import (
     encode_sequence,
     short_hash,
 )
+from quire.wire.sockets import make_public_socket
 
 logger = init_logger(__name__)
 
@@ -44,6 +51,73 @@ END_S = 5.0
 LINGER_MS = 1000
 BATCHES_PER_TURN = 64
 """Batches that are sent before a replay has its turn."""
+
+
+class KVEventsObserver(SchedulerObserver):
+    """Publishes what the pool records. The first event says that nothing is cached: the core before may have died.
+
+    A batch that the publisher does not take is lost. In its place comes everything that is cached, as soon as there is
+    room: what subscribers know is right again then.
+    """
+
+    def __init__(self, publisher: KVEventPublisher) -> None:
+        self._publisher = publisher
+        self._pool: BlockPool | None = None
+        self._num_groups = 0
+        self._has_lost = False
+
+    def attach(self, scheduler: SchedulerInterface) -> None:
+        """Lets the pool record its changes. Raises ConfigError for a scheduler without Quire's cache."""
+        manager: Any = getattr(scheduler, "kv_cache_manager", None)
+        if manager is None:
+            raise ConfigError(
+                "--kv-events-config needs a scheduler with a kv_cache_manager; --scheduler-cls names another"
+            )
+        self._pool, self._num_groups = manager.block_pool, len(manager.groups)
+        self._pool.changes = BlockChanges()
+        self._pool.changes.on_cleared()
+        self._publish()
+
+    def on_finish(
+        self, request_ids: list[str] | None, status: RequestStatus, report: bool, ended: Sequence[str], now: float
+    ) -> None:
+        self._publish()
+
+    def on_update(
+        self,
+        output: SchedulerOutput,
+        model_output: ModelRunnerOutput,
+        outputs: dict[int, EngineCoreOutputs],
+        start: float,
+        end: float,
+    ) -> None:
+        self._publish()
+
+    def on_abandon(self, now: float) -> None:
+        self._publish()
+
+    def on_reset(self, reset_running_requests: bool, done: bool, now: float) -> None:
+        self._publish()
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _publish(self) -> None:
+        assert self._pool is not None
+        assert self._pool.changes is not None
+        changes = self._pool.changes.take()
+        if not changes and not self._has_lost:
+            return
+        if not self._publisher.has_room:
+            self._pool.changes.num_dropped += 1
+            if not self._has_lost:
+                logger.warning("KV cache events are lost: subscribers get all that is cached once there is room")
+            self._has_lost = True
+            return
+        if self._has_lost:
+            changes = [Cleared.ALL, *describe_cached_blocks(self._pool.blocks, self._num_groups)]
+            self._has_lost = False
+        self._publisher.publish(changes)
 
 
 class KVEventPublisher:
@@ -107,17 +181,15 @@ class KVEventPublisher:
         if len(self._waiting) == 1:  # otherwise the thread looks again before it sleeps
             os.write(self._writer, b".")
 
-    def _open(self, kind: int, address: str, name: str, hwm: int, *, is_bound: bool = True) -> zmq.Socket[Any]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, hwm)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
+    def _open(self, kind: int, address: str, name: str, mark: int, *, is_bound: bool = True) -> zmq.Socket[Any]:
         try:
-            (socket.bind if is_bound else socket.connect)(address)
+            return make_public_socket(
+                self._context, address, kind, bind=is_bound, high_water_mark=mark, linger_ms=LINGER_MS
+            )
         except zmq.ZMQError as e:
             self._context.destroy(0)
             what = "bound" if is_bound else "connected"
             raise ConfigError(f"{FLAG}: {name} {address} cannot be {what}: {e.strerror}; choose another") from None
-        return socket
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
