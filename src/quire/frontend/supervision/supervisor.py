@@ -253,7 +253,7 @@ class CoreSupervisor(threading.Thread):
     def _run_core(self, incarnation: int) -> CoreDeath | None:
         """Runs one core until its death, which it returns; None if the supervisor was stopped."""
         path = self._directory / f"heartbeat-{incarnation}"
-        page = HeartbeatPage.create(path)
+        page = HeartbeatPage.create(path, self._launch.event_sequence)
         try:
             core = CoreProcess(self._launch, self._handshake, incarnation, path)
             self.core_pid = core.pid
@@ -268,6 +268,7 @@ class CoreSupervisor(threading.Thread):
                 raise
             return CoreDeath("start", f"could not be started again: {e}")
         finally:
+            self._launch = dataclasses.replace(self._launch, event_sequence=page.event_sequence)
             page.close()
             path.unlink(missing_ok=True)
 
