@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 
 import pytest
@@ -23,11 +24,19 @@ def pairwise_rows(rows: Sequence[Row]) -> list[int]:
     """Returns ascending indices of rows that together hold every pair of values that any row holds."""
     pairs = [frozenset(combinations(sorted(row.items()), 2)) for row in rows]
     missing = frozenset().union(*pairs)
+    # (minus the number of pairs a row would add, when last counted; its index). The number only falls: a row that is
+    # first with its present number adds the most
+    queue = [(-len(own), i) for i, own in enumerate(pairs)]
+    heapify(queue)
     chosen = []
     while missing:
-        best = max(range(len(rows)), key=lambda i: (len(pairs[i] & missing), -i))
-        chosen.append(best)
-        missing -= pairs[best]
+        i = heappop(queue)[1]
+        present = -len(pairs[i] & missing), i
+        if queue and present > queue[0]:
+            heappush(queue, present)
+        else:
+            chosen.append(i)
+            missing -= pairs[i]
     return sorted(chosen)
 
 
