@@ -49,8 +49,9 @@ EXTRA: list[dict[str, Any]] = [
 REQUESTS = [
     (question, SamplingParams(**{"seed": i, "max_tokens": 40, "ignore_eos": i % 3 > 0, **extra}))
     for i, extra in enumerate(EXTRA)
-    for question in QUESTIONS
+    for question in QUESTIONS[i % 2 :: 2]
 ]
+"""Each with a question and a text that repeats itself."""
 
 
 @contextmanager
