@@ -27,6 +27,7 @@ from quire.worker.worker import Worker
 from tests.adapters import tensors as adapter_tensors
 from tests.adapters import write_adapter
 from tests.lora_worker import LoRAWorker, Work
+from tests.rows import family_rows
 
 from .conftest import INSTRUCTION_SETS, MakeCheckpoint
 from .quantization.test_checkpoints import CASES
@@ -115,8 +116,7 @@ def make_prompts() -> list[list[int]]:
     return [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), family_rows(FAMILIES, ("bfloat16", "float32")))
 def test_logits_do_not_depend_on_company_chunks_preemption_or_threads(
     family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
