@@ -50,6 +50,8 @@ DECODE_LEN = {"tiny": 128, "half": 32}
 """Tokens of an answer: turns of about a second or two."""
 WINDOW_S = 4.0
 """Seconds for which streams are watched with loads, and as long without."""
+STREAM_LEN = 1100
+"""Tokens of those streams: more than the windows last, and all of them fit into a KV cache of 1 GiB."""
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ async def _watch_loads(bench: Bench) -> Loads:
             idle.append(await load(path))
             await asyncio.sleep(0.2)
         watch = _Streams(llm)
-        streams = [asyncio.create_task(watch.run(r)) for r in uniform_requests(0, IdRange(), BATCH, 17, 1900)]
+        streams = [asyncio.create_task(watch.run(r)) for r in uniform_requests(0, IdRange(), BATCH, 17, STREAM_LEN)]
         await watch.until_all_run()
         busy: list[float] = []
         gaps = []

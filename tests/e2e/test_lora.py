@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from quire.outputs import RequestOutput
 from tests.adapters import tensors, write_adapter
 
 from .conftest import Checkpoint
+from .lora_oracle import OUTPUT_LEN, Adapter, answers, save_adapter
 from .oracle import make_prompts
 from .test_oracle import FEW_BLOCKS, engine, num_preemptions
 
@@ -70,6 +73,66 @@ def test_alone_together_chunked_preempted_and_speculated(
     ):
         with engine(path, dtype=dtype, **LORA, max_num_seqs=16, speculative_config=speculation) as llm:
             assert tokens(generate(llm, every)) == alone
+
+
+INVOCATION = [9, 4]
+
+
+def invoked(seed: int) -> list[list[int]]:
+    """Prompts with the invocation nowhere, first, inside, twice, and last."""
+    text = random.Random(seed).choices(range(10, 200), k=50)
+    return [text, INVOCATION + text, text[:37] + INVOCATION + text[37:], text[:20] + INVOCATION * 2, text + INVOCATION]
+
+
+STARTS = (None, 0, 37, 22, 50)
+
+
+def test_adapters_that_begin_at_an_invocation(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """They get peft's tokens, and share the blocks before the invocation with the base model, both ways."""
+    path = checkpoint("llama")
+    options = {"lora_alpha": 16, "alora_invocation_tokens": INVOCATION}
+    adapter = Adapter(["q_proj", "v_proj", "down_proj", "lm_head"], 8, options)
+    lora = LoRARequest("late", 1, str(save_adapter(path, adapter, tmp_path, seed=1)))
+    base, wanted = answers(path, [None, tmp_path], make_prompts=invoked)
+    prompts = [answer.prompt for answer in wanted]
+    right = [answer.tokens for answer in wanted]
+    assert right[0] == base[0].tokens
+    assert all(one.tokens != other.tokens for one, other in zip(base[1:], wanted[1:], strict=True))
+    params, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (OUTPUT_LEN, 60))
+
+    def run(llm: LLM, adapters: Sequence[LoRARequest | None], params: SamplingParams = params) -> list[RequestOutput]:
+        inputs = [{"prompt_token_ids": prompt} for _ in adapters for prompt in prompts]
+        return llm.generate(inputs, params, lora_request=[a for a in adapters for _ in prompts], use_tqdm=False)
+
+    with engine(path, dtype="float32", **LORA) as llm:
+        both = tokens(run(llm, [lora, None]))
+        assert both == right + [answer.tokens for answer in base]
+        unhurried = tokens(run(llm, [lora, None], long))
+        for order in ([None, lora], [lora, None]):
+            for i, start in enumerate(STARTS):  # one prompt at a time: the others share its text
+                llm.reset_prefix_cache()
+                prompt = {"prompt_token_ids": prompts[i]}
+                pair = [llm.generate(prompt, params, lora_request=one, use_tqdm=False)[0] for one in order]
+                assert tokens(pair) == [(wanted if one else base)[i].tokens for one in order]
+                num_shared = len(prompts[i]) - 1 if start is None else start
+                assert pair[1].num_cached_tokens == num_shared // 16 * 16, f"{order}, invocation at {start}"
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    limits = {**FEW_BLOCKS, "num_gpu_blocks_override": 20, "max_model_len": 128, "max_num_batched_tokens": 64}
+    with engine(path, dtype="float32", **LORA, max_num_seqs=16, **limits) as llm:
+        outputs = run(llm, [lora, None], long)
+        assert tokens(outputs) == unhurried
+        assert num_preemptions(outputs) > 0
+        scores = [
+            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+            for output, prompt in zip(run(llm, [lora, None], scored), prompts * 2, strict=True)
+            if output.prompt_logprobs is not None
+        ]
+    for late, plain, start in zip(scores[: len(prompts)], scores[len(prompts) :], STARTS, strict=True):
+        assert np.allclose(late[:start], plain[:start], atol=1e-5)
+        assert start in (None, 50) or not np.allclose(late[start : start + 2], plain[start : start + 2], atol=1e-3)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with engine(path, dtype="float32", **LORA, speculative_config=drafts) as llm:
+        assert tokens(run(llm, [lora, None])) == both
 
 
 def test_scores_of_prompts_are_the_adapter_s(checkpoint: Checkpoint, adapters: list[LoRARequest]) -> None:
