@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit, read_exposition
-from tests.adapters import factors, write_adapter
+from tests.adapters import write_adapter, write_demo_adapter
 
 from .api_clients import Client, Stream, client_of, clients_of_each, closing_clients, wait_until
 from .serving import ServerProcess, environment, serve_command, serving
@@ -26,15 +25,6 @@ from .soak import usage
 
 PROMPT = "The engine keeps"
 NUM_LOADERS = 4
-
-
-def write_demo_adapter(directory: Path, seed: int, rank: int = 4) -> Path:
-    """Writes a random adapter of the demo model, large enough to change its text."""
-    content: dict[str, np.ndarray] = {}
-    for layer in range(6):
-        content |= factors(f"model.layers.{layer}.self_attn.v_proj", (256, 128), rank, seed, 0.4)
-        content |= factors(f"model.layers.{layer}.mlp.down_proj", (688, 256), rank, seed, 0.2)
-    return write_adapter(directory, content, r=rank, target_modules=["v_proj", "down_proj"])
 
 
 @pytest.fixture(scope="module")

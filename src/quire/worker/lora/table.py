@@ -137,6 +137,7 @@ class AdapterTable:
         if key not in self._installed:
             return
         slot, adapter = self._installed.pop(key)
+        failpoint("lora.remove", adapter.name)
         for name in adapter.packed:
             self._sites.sites[name].kernel.install(slot, None)
         heapq.heappush(self._free_slots, slot)
