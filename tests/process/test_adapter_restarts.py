@@ -228,7 +228,7 @@ def test_a_revision_outlives_the_core(client: SyncMPClient, tmp_path: Path) -> N
 
 # -- on the demo model -------------------------------------------------------------------------------------------------
 
-PLACES = ("lora.read", "lora.pack", "lora.install", "lora.remove")
+PLACES = ("lora.pack", "lora.read", "lora.install", "lora.remove")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_deaths_where_adapters_are_read_packed_installed_and_removed(
     async def run(*, dies: bool) -> tuple[History, int]:
         history = History()
         async with running(args) as engine:
-            assassin = Assassin(engine, history, random.Random(1), num_kills if dies else 0, max_gap=num_adapters * 16)
+            assassin = Assassin(engine, history, random.Random(1), num_kills if dies else 0, max_gap=num_adapters * 4)
             for turn, place in enumerate(PLACES):
                 (tmp_path / f"armed {place}").touch()
                 await read_all(engine, history, turn, lambda: None)
@@ -276,8 +276,9 @@ def test_deaths_where_adapters_are_read_packed_installed_and_removed(
         (tmp_path / f"armed {place}").unlink()
     faults = (f"{p}=kill,skip=2,times=1,after={tmp_path}/armed {p},tally={tmp_path}/fired {p}" for p in PLACES)
     monkeypatch.setenv("QUIRE_FAILPOINTS", ";".join(faults))
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))  # nothing is packed yet
     seen, num_deaths = asyncio.run(run(dies=True))
-    assert num_deaths >= len(PLACES) + num_kills // 3
+    assert num_deaths >= len(PLACES) + num_kills // 2
     assert seen.problems() == []
     assert seen.differences(undisturbed) == []
     assert len({tuple(stream.token_ids) for stream in seen.streams.values()}) > 0.9 * len(seen.streams)
