@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ClientError
 from quire.outputs import RequestOutput
-from tests.adapters import tensors, write_adapter
+from tests.adapters import factors, tensors, write_adapter
 
 from .conftest import Checkpoint
 from .lora_oracle import OUTPUT_LEN, Adapter, answers, save_adapter
@@ -133,6 +133,30 @@ def test_adapters_that_begin_at_an_invocation(checkpoint: Checkpoint, tmp_path: 
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with engine(path, dtype="float32", **LORA, speculative_config=drafts) as llm:
         assert tokens(run(llm, [lora, None])) == both
+
+
+def test_adapters_that_begin_late_have_the_same_bits_in_any_company(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path, prompts = checkpoint("qwen2"), invoked(1)
+    content = {
+        name: value
+        for layer in range(2)
+        for name, value in factors(f"model.layers.{layer}.mlp.down_proj", (80, 48), 12, 3, 0.5).items()
+    }
+    directory = write_adapter(tmp_path, content, r=12, alora_invocation_tokens=INVOCATION)
+    late, whole = LoRARequest("late", 1, str(directory)), LoRARequest("whole", 2, str(tmp_path / "whole"))
+    write_adapter(tmp_path / "whole", content, r=12)
+    every, inputs = [None, late, whole], [{"prompt_token_ids": prompt} for prompt in prompts]
+    with engine(path, dtype="bfloat16", **LORA, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        alone = [tokens(llm.generate(inputs, GREEDY, lora_request=lora, use_tqdm=False)) for lora in every]
+    base, begun, all_of_it = alone
+    assert (begun[0], begun[1]) == (base[0], all_of_it[1]), "the invocation is nowhere, and at the start"
+    assert len({str(answers[3]) for answers in alone}) == 3, "inside, the answer is another one than both"
+    mixed = [lora for lora in every for _ in prompts]
+    with engine(path, dtype="bfloat16", **LORA, max_num_seqs=16, max_num_batched_tokens=48) as llm:
+        together = tokens(llm.generate(inputs * 3, GREEDY, lora_request=mixed, use_tqdm=False))
+        assert together == base + begun + all_of_it
+        again = tokens(llm.generate(inputs[::-1] * 3, GREEDY, lora_request=mixed[::-1], use_tqdm=False))
+        assert again == all_of_it[::-1] + begun[::-1] + base[::-1]
 
 
 def test_scores_of_prompts_are_the_adapter_s(checkpoint: Checkpoint, adapters: list[LoRARequest]) -> None:
