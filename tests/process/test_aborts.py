@@ -59,7 +59,7 @@ async def _abort_one(engine: Engine, name: str, kind: RequestOutputKind, n: int,
 def test_every_failpoint_is_among_them() -> None:
     # no moment in the life of a request without speculation and adapters
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
-    elsewhere += ["lora.install", "lora.pack", "lora.read"]
+    elsewhere += ["lora.install", "lora.pack", "lora.read", "lora.remove"]
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
 
 

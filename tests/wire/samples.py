@@ -62,7 +62,7 @@ from quire.wire.stats import (
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 
 LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
-ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16)
+ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16, [7, 8])
 ADAPTER_STATS = AdapterStats({"loaded": 2}, [0.25], [0.5], 1, 1 << 20, {"ready": 1})
 REPETITION = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=2, min_count=3)
 STRUCTURED = StructuredOutputsParams(
@@ -167,7 +167,7 @@ ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
 NEW_REQUEST = NewRequestData(
-    "r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True], 2
+    "r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True], 2, 1
 )
 CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 

@@ -31,7 +31,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 """Room for the factors of every matrix of 200 experts in 60 layers."""
 MAX_RANK = 512
-MAX_ALPHA = 1 << 20
+MAX_ALPHA, MAX_INVOCATION = 1 << 20, 1024
 MAX_NAME_LEN = 256
 MAX_MESSAGE_LEN = 600
 FLOATING = ("F32", "F16", "BF16")
@@ -48,14 +48,13 @@ NO_EFFECT = frozenset(
 about merging only.)"""
 READ = frozenset(
     {
-        *("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora"),
+        *("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "alora_invocation_tokens"),
         *("base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save", "use_dora", "lora_bias"),
     }
 )
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales every output by the norm of the changed matrix, which is not implemented; "
     "merge it into the checkpoint",
-    "alora_invocation_tokens": "adapters that begin at an invocation (aLoRA) are not implemented",
     "modules_to_save": "whole modules of an adapter are not implemented; train without modules_to_save, or merge it "
     "into the checkpoint",
 }
@@ -64,9 +63,7 @@ PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of initialisations that change the base model, too."""
 
-
 T = TypeVar("T")
-
 MAX_PATTERNS, MAX_PATTERN_LEN = 4096, 256
 MAX_PATTERN_STEPS = 10**8
 """Bound of the work of matching: about a second."""
@@ -152,6 +149,8 @@ class AdapterConfig:
     ranks: NamePatterns[int]
     """Ranks of modules that differ."""
     alphas: NamePatterns[float]
+    invocation: tuple[int, ...]
+    """Tokens at whose last occurrence in a prompt the adapter begins (aLoRA); empty: it applies to all tokens."""
     base_model: str
     targets: tuple[str, ...]
     """Names in `target_modules`, if it is a list."""
@@ -177,6 +176,7 @@ class AdapterConfig:
             uses_rslora=fields.switch("use_rslora"),
             ranks=fields.patterns("rank_pattern", rank=True),
             alphas=fields.patterns("alpha_pattern"),
+            invocation=fields.token_ids("alora_invocation_tokens"),
             base_model=str(raw.get("base_model_name_or_path") or ""),
             targets=tuple(map(str, targets)) if isinstance(targets, list) else (),
             source=source,
@@ -238,6 +238,13 @@ class _Fields:
         if not isinstance(value, bool | None):
             raise self._wrong(name, "it must be true or false")
         return bool(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        raw = self.raw.get(name) or []
+        ids = [i for i in raw if type(i) is int and 0 <= i < 1 << 31] if isinstance(raw, list) else None
+        if ids != raw or len(raw) > MAX_INVOCATION:
+            raise self._wrong(name, f"it must be a list of at most {MAX_INVOCATION} token ids")
+        return tuple(raw)
 
     def patterns(self, name: str, *, rank: bool = False) -> NamePatterns[Any]:
         raw = self.raw.get(name) or {}

@@ -136,6 +136,6 @@ def resolve_adapter_dir(path: str, download_dir: str | None = None) -> Path:
         raise NotFoundError(
             f"{path} is a file; give the directory that holds adapter_config.json and the weights", param="lora_path"
         )
-    if not is_hub_id(path):
+    if "/" not in path or not is_hub_id(path):  # the hub's adapters have owners
         raise NotFoundError(f"there is no adapter at {path}: no such directory", param="lora_path", value=path)
     return fetch_model(path, None, download_dir, None, ADAPTER_FILES)

@@ -149,7 +149,7 @@ class EngineCore:
         """
         adapter = self.adapters.bind(request)
         try:
-            core_request = Request(request, self.block_hasher, adapter)
+            core_request = Request(request, self.block_hasher, adapter, self.adapters.find_start(request, adapter))
             self.structured_output_manager.grammar_init(core_request)
         except BaseException:
             self.adapters.unbind(adapter)

@@ -203,7 +203,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {f"k{i}": 4 for i in range(5000)}}, "5000 keys; at most 4096"),
     ({"use_rslora": "yes"}, "use_rslora is 'yes': it must be true or false"),
     ({"use_dora": True}, "DoRA"),
-    ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+    ({"alora_invocation_tokens": "<|start|>"}, "alora_invocation_tokens is '<|start|>': it must be a list of at most"),
+    ({"alora_invocation_tokens": [1, -1]}, "it must be a list of at most 1024 token ids"),
+    ({"alora_invocation_tokens": [1, 1 << 40]}, "it must be a list of at most 1024 token ids"),
+    ({"alora_invocation_tokens": [1, True]}, "it must be a list of at most 1024 token ids"),
+    ({"alora_invocation_tokens": [1] * 1025}, "it must be a list of at most 1024 token ids"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
     ({"bias": "all"}, "bias is 'all'"),
     ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
@@ -241,6 +245,13 @@ def test_fields_that_are_refused(tmp_path: Path, fields: dict[str, Any], message
 )
 def test_fields_that_change_nothing(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert len(AdapterIndex.read(write_adapter(tmp_path, **fields), ANY, targets_of()).factors) == 9
+
+
+def test_an_adapter_that_begins_at_an_invocation(tmp_path: Path) -> None:
+    write_adapter(tmp_path, tensors(4), alora_invocation_tokens=[3, 1, 4])
+    assert AdapterIndex.read(tmp_path, ANY).config.invocation == (3, 1, 4)
+    write_adapter(tmp_path, tensors(4), alora_invocation_tokens=[])
+    assert AdapterIndex.read(tmp_path, ANY).config.invocation == ()
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ class _Reading:
             )
         num_bytes = sum(site.num_bytes for site in packed.values())
         request = load.lora_request
-        info = AdapterInfo(request.lora_int_id, load.revision, digest, num_bytes, index.rank)
+        invocation = list(index.config.invocation)
+        info = AdapterInfo(request.lora_int_id, load.revision, digest, num_bytes, index.rank, invocation)
         return LoadedAdapter(load.key, self._name, info, packed)
 
     def _hash_header(self, files: AdapterFiles, index: AdapterIndex) -> None:

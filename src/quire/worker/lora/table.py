@@ -103,16 +103,18 @@ class AdapterTable:
         slots = inputs.adapter_slots
         assert slots is not None
         try:
-            _set(self._sites.tokens, slots, inputs.query_lens)
+            _set(self._sites.tokens, *_split(slots, inputs.query_lens, inputs.base_lens))
             _set(self._sites.logits, slots[inputs.sampling], inputs.logits_lens)
             yield
         finally:
             self._sites.tokens.clear()
             self._sites.logits.clear()
 
-    def apply_to_logits(self, slot: int, num_rows: int) -> None:
-        """Applies one adapter to the rows of the next call of the logits head. Inside `applied`."""
-        self._sites.logits.set([0, num_rows], [slot])
+    def apply_to_logits(self, slot: int, num_rows: int, num_base: int) -> None:
+        """Applies one adapter to the rows of the next call of the logits head but the first `num_base`. Inside
+        `applied`."""
+        slots, lens = _split(np.array([slot]), np.array([num_rows]), np.array([num_base]))
+        _set(self._sites.logits, slots, lens)
 
     def _deliver(self, adapter: LoadedAdapter) -> None:
         with self._lock:
@@ -135,10 +137,20 @@ class AdapterTable:
         if key not in self._installed:
             return
         slot, adapter = self._installed.pop(key)
+        failpoint("lora.remove", adapter.name)
         for name in adapter.packed:
             self._sites.sites[name].kernel.install(slot, None)
         heapq.heappush(self._free_slots, slot)
         self._loader.free(adapter)
+
+
+def _split(slots: Numbers, lens: Numbers, base_lens: Numbers | None) -> tuple[Numbers, Numbers]:
+    """Returns slots and numbers of rows, with those rows apart that come before their request's adapter begins."""
+    if base_lens is None:
+        return slots, lens
+    both = np.stack([np.full_like(slots, NO_ADAPTER), slots], axis=1).ravel()
+    both_lens = np.stack([base_lens, lens - base_lens], axis=1).ravel()
+    return both[both_lens > 0], both_lens[both_lens > 0]
 
 
 def _set(batch: AdapterBatch, slots: Numbers, lens: Numbers) -> None:
