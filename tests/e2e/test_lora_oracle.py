@@ -45,7 +45,13 @@ class Choice:
     options: str
 
 
-EVERY = [Choice(kind, rank, options) for kind in KINDS for rank in RANKS for options in OPTIONS]
+EVERY = [
+    Choice(kind, rank, options)
+    for kind in KINDS
+    for rank in RANKS
+    for options in OPTIONS
+    if (kind, options) != ("tables", "bias")  # peft has none of tables
+]
 FEW: dict[str, list[Choice]] = {
     "llama": [Choice("attention", 8, "alpha"), Choice("all-linear", 12, "patterns"), Choice("tables", 1, "rslora")],
     "qwen2": [Choice("tables", 64, "patterns"), Choice("all-linear", 1, "alpha")],

@@ -7,6 +7,11 @@ are (checkpoint.py), and nothing a header says is used as a path.
 An adapter adds scale * B A to the matrix of a module. Its tensors are `base_model.model.MODULE.lora_A.weight` [rank,
 inputs] and `.lora_B.weight` [outputs, rank]; those of a table are `MODULE.lora_embedding_A` [rank, rows] and
 `.lora_embedding_B` [dim, rank]. With `lora_bias` there is `MODULE.lora_B.bias` [outputs], too, scaled like the product.
+
+Experts have either such factors each (`MODULE.N.gate_proj`), or those of all in two tensors (`target_parameters`):
+`MODULE.lora_A.weight` [experts * rank, inputs] and `.lora_B.weight` [outputs, rank * experts], whose columns are of the
+experts in turn. A factor that is only as large as one expert's is of all experts. PEFT gives the names `MODULE` and
+`MODULE.base_layer` to the two matrices of an expert in an order that depends on which are there; their shapes differ.
 """
 
 from __future__ import annotations
@@ -15,15 +20,16 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, TypeVar
+from typing import Any, BinaryIO
 
+from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts, NamePatterns
 from quire.config.checkpoint import TensorInfo, checked_path, find_file, parse_header, parse_object
 from quire.config.lora import LoRAConfig
-from quire.errors import AdapterError, ModelLoadError, NotFoundError, nearest
+from quire.errors import AdapterError, ModelLoadError, NotFoundError
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -40,7 +46,7 @@ NO_EFFECT = frozenset(
     {
         *("lora_dropout", "task_type", "inference_mode", "revision", "peft_version", "auto_mapping"),
         *("megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "fan_in_fan_out"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),
     }
 )
@@ -63,83 +69,6 @@ REFUSED: Mapping[str, str] = {
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of initialisations that change the base model, too."""
-
-
-T = TypeVar("T")
-
-MAX_PATTERNS, MAX_PATTERN_LEN = 4096, 256
-MAX_PATTERN_STEPS = 10**8
-"""Bound of the work of matching: about a second."""
-_PIECE = re.compile(r"\(\?:|[\w-]|\\[.dw]|\[\^?[\w-]+\]|[.()|^$*+?]")
-
-
-class NamePatterns(Generic[T]):
-    """Values by the names of modules: rank_pattern and alpha_pattern.
-
-    A key matches a name, or its end after a ".", as PEFT's do; the first one counts. Keys are names (whose "." is a
-    dot), or regular expressions of `_PIECE`s whose repetitions are of one character: they come from a repository, and
-    a search with nested ones would not end. Raises ValueError.
-    """
-
-    def __init__(self, values: Mapping[str, T]) -> None:
-        if len(values) > MAX_PATTERNS:
-            raise ValueError(f"{len(values)} keys; at most {MAX_PATTERNS} are read")
-        self._names: dict[str, tuple[int, T]] = {}
-        self._patterns: list[tuple[int, re.Pattern[str], T]] = []
-        self._costs: list[tuple[int, int]] = []
-        """Alternatives and repetitions of each pattern."""
-        for i, (key, value) in enumerate(values.items()):
-            if re.fullmatch(r"[\w.-]{1,256}", key):
-                self._names[key] = i, value
-                continue
-            self._costs.append(_cost(key))
-            try:
-                self._patterns.append((i, re.compile(rf"(?:.*\.)?(?:{key})"), value))
-            except (re.error, OverflowError) as e:
-                raise ValueError(f"key {key!r} is no regular expression: {e}") from None
-
-    def find(self, name: str, default: T) -> T:
-        """Returns the value of the first key that matches a module's name."""
-        parts = name.split(".")
-        ends = [".".join(parts[i:]) for i in range(len(parts))]
-        order, value = min((self._names[end] for end in ends if end in self._names), default=(MAX_PATTERNS, default))
-        for i, pattern, other in self._patterns:
-            if i < order and pattern.fullmatch(name):
-                return other
-        return value
-
-    def check_cost(self, names: Collection[str]) -> None:
-        """Raises ValueError if matching all of these names could take too long."""
-        longest = max(map(len, names))
-        steps = sum(n * longest ** (k + 1) // math.factorial(k + 1) for n, k in self._costs) * len(names)
-        if steps > MAX_PATTERN_STEPS:
-            raise ValueError(
-                f"its patterns are too many or too wide for {len(names)} modules; name the modules instead"
-            )
-
-
-def _cost(key: str) -> tuple[int, int]:
-    """Returns the number of alternatives of a regular expression, multiplied over its groups, and of its repetitions.
-    Raises ValueError for one that is not in the language of `NamePatterns`."""
-    position, last, bars, alternatives, repetitions = 0, "(", [1], 1, 0
-    while position < len(key) <= MAX_PATTERN_LEN and (found := _PIECE.match(key, position)):
-        piece, position = found.group(), found.end()
-        if piece in "*+?":
-            if last in "()|^$*+?":
-                raise ValueError(f"key {key!r} repeats something else than one character")
-            repetitions, alternatives = repetitions + (piece != "?"), alternatives * (1 + (piece == "?"))
-        elif piece[0] == "(":
-            bars.append(1)
-        elif piece == "|":
-            bars[-1] += 1
-        elif piece == ")" and len(bars) > 1:
-            alternatives *= bars.pop()
-        last = piece[0]
-    if position < len(key):
-        raise ValueError(
-            f"key {key[:80]!r} is longer than {MAX_PATTERN_LEN} or has more than names, . [] () | ^ $ \\ * + ?"
-        )
-    return alternatives * math.prod(bars), repetitions
 
 
 @dataclass(frozen=True)
@@ -341,44 +270,6 @@ def _cut(text: str) -> str:
 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
-Kind = Literal["linear", "embedding"]
-
-
-@dataclass(frozen=True)
-class AdapterTarget:
-    """A matrix of the model that an adapter may change: `part` of `site`, whose parts are computed as one."""
-
-    site: str
-    part: int
-    in_features: int
-    out_features: int
-    kind: Kind = "linear"
-
-
-@dataclass(frozen=True)
-class AdapterTargets:
-    """The matrices of a model, by the model's names of their tensors (`model.layers.0.mlp.up_proj.weight`)."""
-
-    targets: Mapping[str, AdapterTarget]
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Why other modules of the model cannot be changed, by the model's name."""
-    rename: Callable[[str], str | None] = str
-    """Returns the model's name of a checkpoint's tensor; None: the model does not need it."""
-
-    def find(self, module: str) -> AdapterTarget | str:
-        """Returns the matrix of a module, by the checkpoint's name, or why there is none."""
-        name = self.rename(f"{module}.weight")
-        if name is None:
-            return "which the model leaves out"
-        for candidate in (name, f"model.{name}"):  # adapters of a bare decoder
-            if candidate in self.targets:
-                return self.targets[candidate]
-            for place, why in self.unsupported.items():
-                if candidate.startswith(f"{place}."):
-                    return why
-        known = {name.rpartition(".")[0].rpartition(".")[2] for name in self.targets}
-        return f"which the model does not have: {nearest(module.rpartition('.')[2], known, 'is it of another model?')}"
-
 
 @dataclass(frozen=True)
 class Factors:
@@ -392,10 +283,26 @@ class Factors:
     b: TensorInfo
     bias: TensorInfo | None
     scale: float
+    rank: int
+    """Rank of one matrix."""
 
     @property
-    def rank(self) -> int:
-        return self.a.shape[0]
+    def is_flipped(self) -> bool:
+        """True if A is the second factor of experts, because PEFT takes their inputs for outputs."""
+        target = self.target
+        if target is None or target.experts is None:
+            return False
+        found = self.a.shape[1], self.b.shape[0]
+        both = (target.in_features, target.out_features), (target.out_features, target.in_features)
+        return found == both[1] and (found != both[0] or target.experts.are_flipped)
+
+    @property
+    def packed_size(self) -> int:
+        """An upper estimate of the numbers in its packed weights."""
+        experts = None if self.target is None else self.target.experts
+        sizes = (self.a.shape[1], self.b.shape[0]) if not self.is_flipped else (self.b.shape[0], self.a.shape[1])
+        count = 1 if experts is None else experts.count
+        return count * (_whole(self.rank) * sizes[0] + _whole(sizes[1]) * (self.rank + 1) + self.rank)
 
 
 @dataclass(frozen=True)
@@ -432,9 +339,7 @@ class AdapterIndex:
 
     def estimated_bytes(self, item_bytes: int = 4) -> int:
         """Returns an upper estimate of the memory of its packed weights, of `item_bytes` a number."""
-        return item_bytes * sum(
-            _whole(f.rank) * f.a.shape[1] + _whole(f.b.shape[0]) * (f.rank + 1) + f.rank for f in self.factors
-        )
+        return item_bytes * sum(factors.packed_size for factors in self.factors)
 
 
 def _whole(count: int, panel: int = 16) -> int:
@@ -475,18 +380,26 @@ class _Matching:
         with self._pattern_errors():
             for patterns in (self.config.ranks, self.config.alphas):
                 patterns.check_cost(self._found)
-        seen: dict[tuple[str, int, str], str] = {}
-        factors = []
-        for module, pair in self._found.items():
-            made = self._make(module, pair)
-            target = made.target
-            key = (module, 0, "") if target is None else (target.site, target.part, target.kind)
-            if key in seen:
-                raise AdapterError(f"{self.path}: {module} and {seen[key]} are the same matrix of the model")
-            seen[key] = module
-            factors.append(made)
+        factors = [self._make(module, pair) for module, pair in self._found.items()]
+        self._check_each_once(factors)
         factors.sort(key=lambda made: made.a.offset)
         return AdapterIndex(self.config, tuple(factors), data_start, tuple(self._notes()))
+
+    def _check_each_once(self, factors: Sequence[Factors]) -> None:
+        """Raises AdapterError if two names are of the same matrix."""
+        seen: dict[tuple[str, int, str], str] = {}
+        for made in factors:
+            target = made.target
+            key = (made.module, 0, "") if target is None else (target.site, target.part, target.kind)
+            other = seen.get(key)
+            if target is not None and target.kind == "experts":
+                other = seen.get((target.site, 0, ""), other)
+            elif target is not None:
+                other = seen.get((target.site, 0, "experts"), other)
+                seen[target.site, 0, ""] = made.module
+            if other is not None:
+                raise AdapterError(f"{self.path}: {made.module} and {other} are the same matrix of the model")
+            seen[key] = made.module
 
     def _sort(self, name: str, info: TensorInfo) -> None:
         """Puts a tensor to its module."""
@@ -536,8 +449,10 @@ class _Matching:
             present = next(iter(pair.values()))
             raise AdapterError(f"{self.path}: tensor {present.name} has no counterpart lora_{min(missing)}")
         a, b, bias = pair["A"], pair["B"], pair.get("bias")
-        rank, said = a.shape[0], self.config.rank_of(module)
         target = self._target(module)
+        if target is not None and target.experts is not None:
+            return self._make_experts(module, target.experts, a, b, bias)
+        rank, said = a.shape[0], self.config.rank_of(module)
         if target is not None:
             for info, shape in ((a, (said, target.in_features)), (b, (target.out_features, said))):
                 if info.shape != shape:
@@ -545,7 +460,9 @@ class _Matching:
                         f"{self.path}: tensor {info.name} has shape {list(info.shape)}; with rank {said} of "
                         f"{CONFIG_FILE} and the model it must be {list(shape)}"
                     )
-        if not rank == b.shape[1] == said:
+        if target is None and module.removesuffix(".base_layer").endswith("experts"):
+            rank = said  # the number of experts is not known
+        elif not rank == b.shape[1] == said:
             raise AdapterError(
                 f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not have the rank "
                 f"{said} that {CONFIG_FILE} gives them"
@@ -554,11 +471,36 @@ class _Matching:
             raise AdapterError(
                 f"{self.path}: tensor {bias.name} has shape {list(bias.shape)}; the module has {b.shape[0]} outputs"
             )
+        self._check_rank(module, rank)
+        return Factors(module, target, a, b, bias, self.config.scale_of(module), rank)
+
+    def _make_experts(
+        self, module: str, experts: AllExperts, a: TensorInfo, b: TensorInfo, bias: TensorInfo | None
+    ) -> Factors:
+        """Returns the factors of one of the two matrices of all experts."""
+        target = experts.find((a.shape[1], b.shape[0]))
+        if target is None:
+            raise AdapterError(
+                f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} fit no matrix of "
+                f"{experts.count} experts of {experts.hidden} inputs and size {experts.size}"
+            )
+        matrix = "gate_up_proj" if target.site == experts.gate_up_site else "down_proj"
+        name = f"{module.removesuffix('.base_layer')}.{matrix}"  # as PEFT's patterns see it
+        rank = self.config.rank_of(name)
+        if a.shape[0] not in (rank, experts.count * rank) or b.shape[1] not in (rank, experts.count * rank):
+            raise AdapterError(
+                f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not have the rank "
+                f"{rank} that {CONFIG_FILE} gives {name}, nor {experts.count} times that"
+            )
+        if bias is not None:
+            raise AdapterError(f"{self.path}: tensor {bias.name}: factors of all experts have no biases")
+        self._check_rank(name, rank)
+        return Factors(module, target, a, b, None, self.config.scale_of(name), rank)
+
+    def _check_rank(self, module: str, rank: int) -> None:
         limit = self.limits.max_lora_rank
         if limit is not None and rank > limit:
             raise AdapterError(f"{self.path}: {module} has rank {rank}; --max-lora-rank is {limit}")
-        scale = self.config.scale_of(module)
-        return Factors(module, target, a, b, bias, scale)
 
     def _target(self, module: str) -> AdapterTarget | None:
         """Returns the matrix of a module; None if the model is not known."""

@@ -25,6 +25,7 @@ from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import Placement, load_weights
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
+from quire.worker.packed_cache import PackedCache, max_cache_bytes
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
 from quire.worker.spec_decode.speculation import Speculation, make_speculation
@@ -119,7 +120,9 @@ class Worker:
                 "or choose another --dtype"
             )
         pools = config.pooling is not None
-        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model))
+        is_cached = self.config.load_config.weight_cache and max_cache_bytes() > 0
+        cache = PackedCache.of_adapters() if is_cached else None
+        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model), cache=cache)
 
     @property
     def _draft_model(self) -> ModelDrafter | None:

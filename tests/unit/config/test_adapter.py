@@ -16,13 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from quire.config.adapter import (
-    AdapterConfig,
-    AdapterIndex,
-    AdapterTarget,
-    AdapterTargets,
-    NamePatterns,
-)
+from quire.config.adapter import AdapterConfig, AdapterIndex
+from quire.config.adapter_targets import AdapterTarget, AdapterTargets, NamePatterns
 from quire.config.lora import LoRAConfig
 from quire.errors import AdapterError, NotFoundError
 from tests.adapters import PREFIX, SHAPES, tensors, write_adapter

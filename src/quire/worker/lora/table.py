@@ -23,6 +23,7 @@ from quire.worker.kernels.lora import AdapterBatch
 from quire.worker.loader import Placement
 from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
 from quire.worker.lora.sites import make_sites
+from quire.worker.packed_cache import PackedCache
 
 Numbers = npt.NDArray[np.int64]
 
@@ -35,9 +36,17 @@ class AdapterTable:
     """
 
     def __init__(
-        self, model: nn.Module, placement: Placement, limits: LoRAConfig, *, pools: bool, base_model: str
+        self,
+        model: nn.Module,
+        placement: Placement,
+        limits: LoRAConfig,
+        *,
+        pools: bool,
+        base_model: str,
+        cache: PackedCache | None = None,
     ) -> None:
-        """`pools`: the model has a head for pooling; `base_model`: its name, for messages."""
+        """`pools`: the model has a head for pooling; `base_model`: its name, for messages; `cache`: the directory of
+        packed adapters."""
         kernels, dtype = placement.kernels, placement.dtype
         self._sites = make_sites(model, kernels, dtype, pools=pools)
         self._lock = threading.Lock()
@@ -45,7 +54,9 @@ class AdapterTable:
         self._arrived: dict[AdapterKey, LoadedAdapter] = {}
         """Loaded, not installed yet."""
         self._dropped: list[AdapterKey] = []
-        self._loader = AdapterLoader(kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model)
+        self._loader = AdapterLoader(
+            kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model, cache
+        )
         self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
         """Slots and adapters."""
         self._new_slots, self._free_slots = count(), list[int]()
@@ -84,7 +95,7 @@ class AdapterTable:
 
     def begin_step(self) -> None:
         """Installs what has arrived, and removes what was dropped."""
-        self._loader.pace.note_step()
+        self._loader.note_step()
         if self._arrived or self._dropped:
             self._apply_changes()
 
