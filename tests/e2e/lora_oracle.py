@@ -93,8 +93,8 @@ def answer(model: Any, prompts: Sequence[list[int]]) -> list[Answer]:
 
 
 def answers(checkpoint: Path, directories: Sequence[Path | None], *, merges: bool = False) -> list[list[Answer]]:
-    """Returns peft's answers with each of the adapters (None: of the base model) to the same prompts, which no choice
-    is a tie of. `merges`: with weights merged into the base."""
+    """Returns peft's answers with each of the adapters (None: of the base model) to the same prompts, in which no
+    choice is a tie. `merges`: with weights merged into the base."""
     models = []
     for directory in directories:
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -104,11 +104,16 @@ def answers(checkpoint: Path, directories: Sequence[Path | None], *, merges: boo
                 model = PeftModel.from_pretrained(model, directory)
                 model = model.merge_and_unload() if merges else model
         models.append(model.eval())
-    for seed in range(20):
-        rng = random.Random(seed)
-        prompts = [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
+    columns = [_answers_without_ties(models, length) for length in PROMPT_LENS]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _answers_without_ties(models: Sequence[Any], length: int) -> list[Answer]:
+    """Returns each model's answer to one prompt."""
+    for seed in range(40):
+        prompt = random.Random(100 * length + seed).choices(range(6, VOCAB_SIZE), k=length)
         try:
-            return [answer(model, prompts) for model in models]
+            return [answer(model, [prompt])[0] for model in models]
         except TieError:
             continue
-    raise AssertionError("every set of prompts has a tie")
+    raise AssertionError(f"every prompt of {length} tokens has a tie")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts, NamePatterns
+from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts, HeadTarget, NamePatterns
 from quire.config.checkpoint import TensorInfo, checked_path, find_file, parse_header, parse_object
 from quire.config.lora import LoRAConfig
 from quire.errors import AdapterError, ModelLoadError, NotFoundError
@@ -62,10 +62,12 @@ REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales every output by the norm of the changed matrix, which is not implemented; "
     "merge it into the checkpoint",
     "alora_invocation_tokens": "adapters that begin at an invocation (aLoRA) are not implemented",
-    "modules_to_save": "whole modules of an adapter are not implemented; train without modules_to_save, or merge it "
-    "into the checkpoint",
+    "modules_to_save": "of an adapter's whole modules only classifiers are served; train without others, "
+    "or merge it into the checkpoint",
 }
 """Fields that must not be set, and why."""
+HEADS = ("score", "classifier")
+"""Modules that may be in `modules_to_save`: the classifier of a model that pools."""
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of initialisations that change the base model, too."""
@@ -135,7 +137,7 @@ class _Fields:
         if raw.get("peft_type") != "LORA":
             raise self._wrong("peft_type", "Quire serves adapters of type LORA only")
         for name, why in REFUSED.items():
-            if raw.get(name):
+            if raw.get(name) and not (name == "modules_to_save" and _are_heads(raw[name])):
                 raise self._wrong(name, why)
         if raw.get("bias") not in (None, "none"):
             raise self._wrong("bias", "biases of the base model cannot be replaced; train with bias='none'")
@@ -184,6 +186,10 @@ class _Fields:
         value = self.raw.get(name) if value is None else value
         shown = "missing" if value is None else repr(value)[:80]
         return AdapterError(f"{self.source}: {name} is {shown}: {why}")
+
+
+def _are_heads(names: Any) -> bool:
+    return isinstance(names, list) and all(name in HEADS for name in names)
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -306,6 +312,15 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class AdapterHead:
+    """A classifier that replaces the model's."""
+
+    weight: TensorInfo
+    """[labels, inputs]"""
+    bias: TensorInfo | None
+
+
+@dataclass(frozen=True)
 class AdapterIndex:
     """An adapter whose config and header were checked."""
 
@@ -314,6 +329,7 @@ class AdapterIndex:
     """In the order of their data in the file."""
     data_start: int
     """Position of the tensors' data in the file."""
+    head: AdapterHead | None = None
     notes: tuple[str, ...] = ()
     """Lines for the log."""
 
@@ -339,7 +355,8 @@ class AdapterIndex:
 
     def estimated_bytes(self, item_bytes: int = 4) -> int:
         """Returns an upper estimate of the memory of its packed weights, of `item_bytes` a number."""
-        return item_bytes * sum(factors.packed_size for factors in self.factors)
+        head = 0 if self.head is None else self.head.weight.shape[0] * (self.head.weight.shape[1] + 1)
+        return item_bytes * (sum(factors.packed_size for factors in self.factors) + head)
 
 
 def _whole(count: int, panel: int = 16) -> int:
@@ -351,6 +368,9 @@ _FACTOR = re.compile(
     r"|(?P<y>[AB])(?:\.default)?\.weight|B(?:\.default)?\.(?P<z>bias))"
 )
 _BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.base_layer\.(?P<kind>weight|bias)")
+_HEAD = re.compile(
+    rf"(?:base_model\.model\.)?(?:{'|'.join(HEADS)})(?:\.modules_to_save(?:\.default)?)?\.(?P<kind>weight|bias)"
+)
 _SAYINGS: Mapping[str, str] = {
     ".lora_magnitude_vector": REFUSED["use_dora"],
     ".weight": REFUSED["modules_to_save"],
@@ -371,6 +391,8 @@ class _Matching:
     _tables: dict[str, bool] = field(default_factory=dict)
     """True for modules whose factors are named as those of a table are."""
     _copies: int = 0
+    _head: dict[str, TensorInfo] = field(default_factory=dict)
+    """Weight and bias of a classifier."""
 
     def match(self, tensors: Mapping[str, TensorInfo], data_start: int) -> AdapterIndex:
         for name, info in tensors.items():
@@ -383,7 +405,7 @@ class _Matching:
         factors = [self._make(module, pair) for module, pair in self._found.items()]
         self._check_each_once(factors)
         factors.sort(key=lambda made: made.a.offset)
-        return AdapterIndex(self.config, tuple(factors), data_start, tuple(self._notes()))
+        return AdapterIndex(self.config, tuple(factors), data_start, self._make_head(), tuple(self._notes()))
 
     def _check_each_once(self, factors: Sequence[Factors]) -> None:
         """Raises AdapterError if two names are of the same matrix."""
@@ -407,7 +429,10 @@ class _Matching:
             raise AdapterError(f"{self.path}: tensor {name[:80]}… has a name of more than {MAX_NAME_LEN} characters")
         found = _FACTOR.fullmatch(name)
         if found is None:
-            self._check_copy(name, info)
+            if head := _HEAD.fullmatch(name):
+                self._head[head["kind"]] = info
+            else:
+                self._check_copy(name, info)
             return
         if info.dtype not in FLOATING:
             raise AdapterError(f"{self.path}: tensor {name} is {info.dtype}; factors are {', '.join(FLOATING)}")
@@ -496,6 +521,39 @@ class _Matching:
             raise AdapterError(f"{self.path}: tensor {bias.name}: factors of all experts have no biases")
         self._check_rank(name, rank)
         return Factors(module, target, a, b, None, self.config.scale_of(name), rank)
+
+    def _make_head(self) -> AdapterHead | None:
+        """Returns the classifier, checked."""
+        if not self._head:
+            return None
+        weight, bias = self._head.get("weight"), self._head.get("bias")
+        if weight is None:
+            raise AdapterError(f"{self.path}: the classifier's bias has no weight")
+        target = None if self.targets is None else self.targets.head
+        if self.targets is not None and target is None:
+            raise AdapterError(
+                f"{self.path}: tensor {weight.name} is of a classifier; the model has none that an adapter can replace"
+            )
+        for info, dims in ((weight, 2), (bias, 1)):
+            if info is not None and (info.dtype not in FLOATING or len(info.shape) != dims or 0 in info.shape):
+                raise AdapterError(f"{self.path}: tensor {info.name} is {info.dtype} {list(info.shape)}")
+        if target is not None:
+            self._check_labels(target, weight, bias)
+        return AdapterHead(weight, bias)
+
+    def _check_labels(self, target: HeadTarget, weight: TensorInfo, bias: TensorInfo | None) -> None:
+        labels, limit = weight.shape[0], self.limits.max_lora_cls_labels
+        if weight.shape[1] != target.in_features or (bias is not None and bias.shape != (labels,)):
+            shapes = [list(info.shape) for info in (weight, bias) if info is not None]
+            raise AdapterError(
+                f"{self.path}: the classifier {weight.name} has shapes {shapes}; the model's has {target.in_features} "
+                "inputs"
+            )
+        if labels != target.num_labels and (limit is None or labels > limit or target.num_labels == 1):
+            raise AdapterError(
+                f"{self.path}: the classifier {weight.name} has {labels} labels, the model's {target.num_labels}; "
+                "--max-lora-cls-labels allows others, up to its value, of a model with several"
+            )
 
     def _check_rank(self, module: str, rank: int) -> None:
         limit = self.limits.max_lora_rank

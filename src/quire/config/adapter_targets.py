@@ -55,6 +55,16 @@ class AllExperts:
 
 
 @dataclass(frozen=True)
+class HeadTarget:
+    """The classifier of a model that pools, which an adapter may replace."""
+
+    name: str
+    in_features: int
+    num_labels: int
+    has_bias: bool
+
+
+@dataclass(frozen=True)
 class AdapterTargets:
     """The matrices of a model, by the model's names of their tensors (`model.layers.0.mlp.up_proj.weight`)."""
 
@@ -63,6 +73,7 @@ class AdapterTargets:
     """Why other modules of the model cannot be changed, by the model's name."""
     rename: Callable[[str], str | None] = str
     """Returns the model's name of a checkpoint's tensor; None: the model does not need it."""
+    head: HeadTarget | None = None
 
     def find(self, module: str) -> AdapterTarget | str:
         """Returns the matrix of a module, by the checkpoint's name, or why there is none."""

@@ -103,6 +103,8 @@ class Worker:
         )
         if self.config.lora_config.enable_lora:
             self._adapters = self._runner.adapters = self._make_adapters(loaded.model, placement)
+            if self._runner.pooler is not None:
+                self._runner.pooler.adapters = self._adapters
         drafting = self.config.speculative_config.drafting
         if drafting is not None:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
@@ -320,8 +322,10 @@ class Worker:
 
 def adapters_share(cache_bytes: int, config: LoRAConfig) -> int:
     """Returns the bytes that adapters get beside a KV cache of `cache_bytes`: by default a tenth of both, at most 1
-    GiB."""
-    return min(host.GIB, -(-cache_bytes // 9)) if config.lora_memory_bytes is None else config.lora_memory_bytes
+    GiB, and as much without a cache."""
+    if config.lora_memory_bytes is not None:
+        return config.lora_memory_bytes
+    return min(host.GIB, -(-cache_bytes // 9)) if cache_bytes else host.GIB
 
 
 class WorkerProfiler:

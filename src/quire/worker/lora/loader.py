@@ -38,7 +38,7 @@ from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.lora import LowRank, PackedLowRank
 from quire.worker.kernels.native_lora import LINE, take_lines
 from quire.worker.kernels.packs import take_memory
-from quire.worker.lora.packed import AdapterCache, PackedAdapter
+from quire.worker.lora.packed import AdapterCache, Head, PackedAdapter
 from quire.worker.lora.sites import AdapterSites
 from quire.worker.packed_cache import PackedCache
 
@@ -93,6 +93,8 @@ class LoadedAdapter:
     info: AdapterInfo
     packed: Mapping[str, PackedLowRank]
     """Weights by site."""
+    head: Head | None = None
+    """Weight and bias of its classifier."""
 
 
 @dataclass(eq=False)
@@ -260,7 +262,7 @@ class _Reading:
             )
         request = load.lora_request
         info = AdapterInfo(request.lora_int_id, load.revision, adapter.digest, adapter.num_bytes, adapter.rank)
-        return LoadedAdapter(load.key, self._name, info, adapter.packed)
+        return LoadedAdapter(load.key, self._name, info, adapter.packed, adapter.head)
 
     def _find(self, files: AdapterFiles) -> PackedAdapter | None:
         """Returns what these files were packed to earlier."""
@@ -279,9 +281,9 @@ class _Reading:
         self._hash_header(files, index)
         num_bytes = index.estimated_bytes(loader._dtype.itemsize) if self._is_copied else 0
         self._packs = Arena(take_memory(num_bytes))
-        packed = self._pack_all(files, index)
+        packed, head = self._pack_all(files, index), self._read_head(files, index)
         files.check_unchanged()
-        adapter = PackedAdapter(self._digest.hexdigest(), index.rank, tuple(self._notes(index)), packed)
+        adapter = PackedAdapter(self._digest.hexdigest(), index.rank, tuple(self._notes(index)), packed, head)
         if loader.cache is not None and key is not None:
             loader.cache.store(adapter, files, key)
         return adapter
@@ -318,6 +320,14 @@ class _Reading:
                 if not waiting:
                     self._raw.reset()
         return packed
+
+    def _read_head(self, files: AdapterFiles, index: AdapterIndex) -> Head | None:
+        if index.head is None:
+            return None
+        device = self._loader._device
+        weight = self._tensor(files, index, index.head.weight).clone().to(device)
+        bias = index.head.bias
+        return weight, None if bias is None else self._tensor(files, index, bias).clone().to(device)
 
     def _in_order(self, target: AdapterTarget, factors: LowRank) -> LowRank:
         """Returns factors on the model's device, with a row for each output in its order."""

@@ -47,6 +47,8 @@ INDEX, OUTLINES = "index", "outlines"
 PAGES = slice(None, None, 4096)
 PIECE_BYTES = 1 << 20
 
+Head = tuple[Tensor, Tensor | None]
+"""Weight and bias of a classifier that an adapter brings."""
 Work = Callable[[], AbstractContextManager[None]]
 """Function whose context bounds a piece of work: see `Pace`."""
 
@@ -61,11 +63,13 @@ class PackedAdapter:
     """Lines for the log."""
     packed: Mapping[str, PackedLowRank]
     """Weights by site."""
+    head: Head | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Size of its packed weights."""
-        return sum(packed.num_bytes for packed in self.packed.values())
+        """Size of its weights in memory."""
+        head = 0 if self.head is None else sum(t.nbytes for t in self.head if t is not None)
+        return head + sum(packed.num_bytes for packed in self.packed.values())
 
 
 class AdapterCache:
@@ -160,8 +164,8 @@ class AdapterCache:
 
     def store(self, adapter: PackedAdapter, files: AdapterFiles, key: Key) -> None:
         """Begins to write an adapter that was packed from `files`, whose key was `key` before they were read, unless
-        much waits to be written."""
-        if self._queue.qsize() >= MAX_WAITING:
+        much waits to be written. One with a classifier is not kept."""
+        if self._queue.qsize() >= MAX_WAITING or adapter.head is not None:
             return
         age = time.time() - os.fstat(files.tensors.fileno()).st_ctime
         is_settled = age > SETTLED_S and self.key_of(files) == key

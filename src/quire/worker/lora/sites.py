@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts
+from quire.config.adapter import HEADS
+from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts, HeadTarget
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, LowRankShape, PackedLowRank, Take
 from quire.worker.layers.linear import Embedding, Linear, PackedLinear
@@ -61,6 +62,8 @@ class AdapterSites:
     """Segments of the rows whose logits are computed."""
     sites: dict[str, Site] = field(default_factory=dict)
     targets: AdapterTargets = field(default_factory=lambda: AdapterTargets({}))
+    head: Linear | None = None
+    """The classifier that adapters may replace."""
     model: str = ""
     """The name of the model's class."""
 
@@ -83,7 +86,9 @@ def make_sites(model: nn.Module, kernels: Kernels, dtype: torch.dtype, *, pools:
         making.visit(path, module)
     rename = model.checkpoint_name if isinstance(model, NamedWeights) else str
     made = making.made
-    made.targets = AdapterTargets(making.targets, making.unsupported, rename)
+    target = None if making.head is None else making.head[1]
+    made.targets = AdapterTargets(making.targets, making.unsupported, rename, target)
+    made.head = None if making.head is None else making.head[0]
     made.model = type(model).__qualname__
     return made
 
@@ -98,11 +103,16 @@ class _Making:
     pools: bool
     targets: dict[str, AdapterTarget] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
+    head: tuple[Linear, HeadTarget] | None = None
+    """The classifier, where it is one matrix."""
 
     def visit(self, path: str, module: nn.Module) -> None:
         """Makes the sites of a module."""
         if self.pools and path.partition(".")[0] in POOLING_HEADS:
-            self.unsupported[path] = "the head of a model that pools, which adapters cannot change here"
+            self.unsupported[path] = "the head of a model that pools, which adapters can replace as a whole only"
+            if path in HEADS and type(module) is Linear:
+                labels, inputs = module.weight.shape
+                self.head = module, HeadTarget(path, inputs, labels, module.bias is not None)
         elif isinstance(module, Linear):
             self._add_linear(path, module)
         elif isinstance(module, Embedding) and not module.offset:

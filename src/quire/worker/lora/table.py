@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config.lora import LoRAConfig
 from quire.failpoints import failpoint
@@ -19,6 +19,7 @@ from quire.lora_request import LoRARequest
 from quire.wire.execution import NewRequestData
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.worker.input_batch import NO_ADAPTER, StepInputs
+from quire.worker.kernels.base import LinearKernel
 from quire.worker.kernels.lora import AdapterBatch
 from quire.worker.loader import Placement
 from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
@@ -60,6 +61,9 @@ class AdapterTable:
         self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
         """Slots and adapters."""
         self._new_slots, self._free_slots = count(), list[int]()
+        self._heads: dict[int, LinearKernel] = {}
+        """Classifiers of adapters, by slot."""
+        self._kernels = kernels
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -125,6 +129,14 @@ class AdapterTable:
         """Applies one adapter to the rows of the next call of the logits head. Inside `applied`."""
         self._sites.logits.set([0, num_rows], [slot])
 
+    def classify(self, slot: int, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Returns a classifier's scores for rows of one adapter, which may have a classifier of its own."""
+        kernel = self._heads.get(slot)
+        if kernel is None or self._sites.head is None:
+            return function(hidden)
+        with self._sites.head.replaced(kernel):
+            return function(hidden)
+
     def _deliver(self, adapter: LoadedAdapter) -> None:
         with self._lock:
             self._arrived[adapter.key] = adapter
@@ -140,6 +152,9 @@ class AdapterTable:
             slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
             for name, site in self._sites.sites.items():  # all: a site has a place for every slot in use
                 site.kernel.install(slot, adapter.packed.get(name))
+            if adapter.head is not None:
+                assert self._sites.head is not None
+                self._heads[slot] = self._kernels.linear(*adapter.head, self._sites.head.spec)
             self._installed[adapter.key] = slot, adapter
 
     def _remove(self, key: AdapterKey) -> None:
@@ -148,6 +163,7 @@ class AdapterTable:
         slot, adapter = self._installed.pop(key)
         for name in adapter.packed:
             self._sites.sites[name].kernel.install(slot, None)
+        self._heads.pop(slot, None)
         heapq.heappush(self._free_slots, slot)
         self._loader.free(adapter)
 
