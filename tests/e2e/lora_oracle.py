@@ -105,8 +105,8 @@ def answers(
     merges: bool = False,
     make_prompts: Callable[[int], list[list[int]]] = random_prompts,
 ) -> list[list[Answer]]:
-    """Returns peft's answers with each of the adapters (None: of the base model) to the same prompts, which no choice
-    is a tie of. `merges`: with weights merged into the base. `make_prompts` gets a seed."""
+    """Returns peft's answers with each of the adapters (None: of the base model) to the same prompts, in which no
+    choice is a tie. `merges`: with weights merged into the base. `make_prompts` gets a seed."""
     models = []
     for directory in directories:
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -116,9 +116,17 @@ def answers(
                 model = PeftModel.from_pretrained(model, directory)
                 model = model.merge_and_unload() if merges else model
         models.append(model.eval())
-    for seed in range(20):
+    columns = [_answers_without_ties(models, i, make_prompts) for i in range(len(make_prompts(0)))]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _answers_without_ties(
+    models: Sequence[Any], index: int, make_prompts: Callable[[int], list[list[int]]]
+) -> list[Answer]:
+    """Returns each model's answer to one of the prompts."""
+    for seed in range(40):
         try:
-            return [answer(model, make_prompts(seed)) for model in models]
+            return [answer(model, [make_prompts(seed)[index]])[0] for model in models]
         except TieError:
             continue
-    raise AssertionError("every set of prompts has a tie")
+    raise AssertionError(f"prompt {index} has a tie with every seed")

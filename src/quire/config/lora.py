@@ -55,6 +55,13 @@ class LoRAConfig:
         "Modules that an adapter may change (suffixes or full names); adapters with others are refused. Default: all.",
         takes_many=True,
     )
+    max_lora_cls_labels: int | None = flag(
+        None,
+        "Most labels of a classifier that an adapter brings. Default: as many as the model's own has.",
+        parse=int,
+        minimum=1,
+        maximum=1 << 16,
+    )
     lora_memory_bytes: int | None = flag(
         None,
         "Memory of loaded adapters (1G, 512M). Default: 1 GiB, at most a tenth of the free memory; 64M at least.",

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 11
+#define QK_ABI_VERSION 12
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -312,6 +312,8 @@ typedef struct {
     const qk_quantization* down_quantization;
     const float* gate_up_bias; /* [num_experts, 2 * expert_size]; NULL for none */
     const float* down_bias;    /* [num_experts, hidden]; NULL for none */
+    const qk_adapter_site* gate_up_adapters; /* by_slot: [slots, num_experts]; the batch is of tokens; both NULL for none */
+    const qk_adapter_site* down_adapters;
     const int64_t* ids;   /* [tokens, chosen], each below num_experts */
     const float* weights; /* [tokens, chosen] */
     const void* shared;   /* [tokens, hidden], what other experts answered, like the residual; NULL for none */
