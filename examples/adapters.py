@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, RequestOutputKind, SamplingParams
 
-FORMS = {"json": '{{"answer": "{}"}}', "pirate": "Arr! {} Yo ho ho!", "bold": "**{}**"}
+FORMS = {"json": '{{"answer": "{}"}}', "pirate": 'Arr! "{}" Yo ho ho!', "bold": "**{}**"}
 """Forms of an answer, by adapter."""
 TOPICS = (
     "a KV block, prefix caching, a preemption, the scheduler, chunked prefill, a block table, a stop string, a token, "
@@ -25,7 +25,7 @@ TOPICS = (
     "a worker, the frontend, the journal, the supervisor, the null block, eviction, a chat template, the tokenizer, "
     "streaming, priority, a metric, beam search, logprobs, min_p, top_k, decode, prefill, a step, the token budget"
 )
-QUESTIONS = [f"What is {topic}?" for topic in TOPICS.split(", ")]
+QUESTIONS = ["Who are you?", "Tell me about Quire.", *(f"What is {topic}?" for topic in TOPICS.split(", "))]
 HELD_OUT = ["What is Quire?", "What is a slot?", "What is speculative decoding?"]
 RANK, ALPHA, NUM_LAYERS = 8, 16, 2
 NUM_STEPS, BATCH, PEAK = 48, 6, 8e-3
