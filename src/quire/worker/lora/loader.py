@@ -97,6 +97,9 @@ class Digest:
         self._pace, self._threads = pace, threads
         self._hash = hashlib.sha256()
         self._last: Future[None] | None = None
+        self._pieces: list[bytes | memoryview] = []
+        self._num_bytes = 0
+        """Size of `_pieces`, which are passed on together: to wake a thread takes as long as to read a small one."""
 
     def update(self, piece: bytes | memoryview) -> None:
         """Adds a piece, which must not change until `wait`."""
@@ -104,11 +107,24 @@ class Digest:
             self.wait()
             with self._pace.work():
                 self._hash.update(piece)
-        else:
-            self._last = self._threads.submit(self._hash.update, piece)
+            return
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes >= READ_BYTES:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        self._last = self._threads.submit(self._add, pieces)
+
+    def _add(self, pieces: list[bytes | memoryview]) -> None:
+        for piece in pieces:
+            self._hash.update(piece)
 
     def wait(self) -> None:
         """Waits until all pieces are in the digest."""
+        if self._pieces:
+            self._pass_on()
         last, self._last = self._last, None
         if last is not None:
             last.result()
