@@ -415,7 +415,6 @@ class Adapters {
         const qk_adapter_batch& batch = *a_.adapters->batch;
         Blocks product;
         for (int64_t s = first_behind(from); s < batch.segments && batch.starts[s] < to; ++s) {
-            if (s + SEGMENTS_AHEAD < batch.segments && batch.starts[s + SEGMENTS_AHEAD] < to) fetch_ahead(s + SEGMENTS_AHEAD, panel);
             const int64_t first = batch.starts[s] > from ? batch.starts[s] : from, last = end_of(s) < to ? end_of(s) : to;
             const qk_low_rank* w = of_segment(s);
             if (!w || first >= last) continue;
@@ -433,18 +432,6 @@ class Adapters {
         }
         return low;
     }
-
-    // Asks for what a segment's adapter has for a panel: each stands elsewhere in memory, where nothing else foresees it.
-    void fetch_ahead(int64_t segment, int64_t panel) const {
-        const qk_low_rank* w = of_segment(segment);
-        if (!w) return;
-        const int64_t first = panel * qk::PANEL_BLOCKS, last = first + qk::PANEL_BLOCKS < shape_.blocks() ? first + qk::PANEL_BLOCKS : shape_.blocks();
-        const LowRankRange *ranges = (const LowRankRange*)w->ranges + first, *end = (const LowRankRange*)w->ranges + last - 1;
-        const char* b = (const char*)w->b;
-        const int64_t lines = end->place + end->lines - ranges->place;
-        for (int64_t line = 0; line < lines && line < MAX_LINES_AHEAD; ++line) __builtin_prefetch(b + (ranges->place + line) * qk::ROW_BYTES, 0, 2);
-    }
-    static constexpr int64_t SEGMENTS_AHEAD = 4, MAX_LINES_AHEAD = 128;
 
     const qk_linear_args& a_;
     const qk::PackedShape shape_;

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,59 @@ class Pace:
         self._worked += time.thread_time() - start
         if self._worked >= SLICE_S:
             worked, self._worked = self._worked, 0.0
-            if self._clock() - self._last_step < STEP_GAP_S:
+            if self.is_shared:
                 self._sleep(worked * (1 / SHARE - 1))
+
+    @property
+    def is_shared(self) -> bool:
+        """True while steps run."""
+        return self._clock() - self._last_step < STEP_GAP_S
+
+
+class Digest:
+    """SHA-256 of what was read. Without steps another thread computes it, while the first goes on."""
+
+    def __init__(self, pace: Pace, threads: Executor) -> None:
+        """`threads`: one, which does one piece after the other."""
+        self._pace, self._threads = pace, threads
+        self._hash = hashlib.sha256()
+        self._last: Future[None] | None = None
+        self._pieces: list[bytes | memoryview] = []
+        self._num_bytes = 0
+        """Size of `_pieces`, which are passed on together: to wake a thread takes as long as to read a small one."""
+
+    def update(self, piece: bytes | memoryview) -> None:
+        """Adds a piece, which must not change until `wait`."""
+        if self._pace.is_shared:
+            self.wait()
+            with self._pace.work():
+                self._hash.update(piece)
+            return
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes >= READ_BYTES:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        self._last = self._threads.submit(self._add, pieces)
+
+    def _add(self, pieces: list[bytes | memoryview]) -> None:
+        for piece in pieces:
+            self._hash.update(piece)
+
+    def wait(self) -> None:
+        """Waits until all pieces are in the digest."""
+        if self._pieces:
+            self._pass_on()
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def hexdigest(self) -> str:
+        """Returns the digest of all pieces."""
+        self.wait()
+        return self._hash.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -129,6 +180,7 @@ class AdapterLoader:
         """`cache`: the directory of packed adapters."""
         self.pace = Pace()
         self._writing = Pace()
+        self.hashing = ThreadPoolExecutor(1, "quire-adapter-digests")
         self.cache: AdapterCache | None = None
         if cache is not None and kernels.pack_format is not None:
             self.cache = AdapterCache(cache, sites, limits, kernels.pack_format, self._writing.work)
@@ -170,6 +222,7 @@ class AdapterLoader:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
+        self.hashing.shutdown()
         if self.cache is not None:
             self.cache.close()
 
@@ -237,7 +290,7 @@ class _Reading:
     def __init__(self, loader: AdapterLoader, job: _Job) -> None:
         self._loader, self._job = loader, job
         self._pace = loader.pace
-        self._digest = hashlib.sha256()
+        self._digest = Digest(loader.pace, loader.hashing)
         self._is_copied = not loader._kernels.keeps_weights
         """True if packing copies what was read."""
         self._raw = Arena(torch.empty(RAW_BYTES if self._is_copied else 0, dtype=torch.uint8))
@@ -325,7 +378,8 @@ class _Reading:
                 with self._pace.work():
                     whole = [parts.get(i) for i in range(count)]
                     packed[target.site] = site.pack(self._loader._kernels, whole, self._packs.take)
-                if not waiting:
+                if not waiting and self._raw.is_half_full:
+                    self._digest.wait()
                     self._raw.reset()
         return packed
 
@@ -375,8 +429,7 @@ class _Reading:
             if count == 0:
                 path = files.directory / TENSORS_FILE
                 raise AdapterError(f"{path} was shortened while it was read; load the adapter again")
-            with self._pace.work():
-                self._digest.update(piece[:count])
+            self._digest.update(piece[:count])
             done += count
 
     def _notes(self, index: AdapterIndex) -> Iterator[str]:
@@ -399,6 +452,10 @@ class Arena:
             return take_lines(num_bytes)
         self._used = start + num_bytes
         return self._memory[start : self._used]
+
+    @property
+    def is_half_full(self) -> bool:
+        return 2 * self._used > len(self._memory)
 
     def reset(self) -> None:
         """Hands out the block from its beginning again: nothing uses its pieces any more."""
