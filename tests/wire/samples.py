@@ -43,6 +43,7 @@ from quire.wire.kv_cache import (
     LatentSpec,
     SlidingWindowSpec,
 )
+from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventSource
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
@@ -140,8 +141,13 @@ STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
 SCHEDULER_STATS = SchedulerStats(
-    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS
+    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1
 )
+STORED = BlockStored(
+    [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
+)
+REMOVED = BlockRemoved([7], "GPU", 1, "LOCAL", "shared")
+SOURCE = KVEventSource("tcp://*:5557", "ipc:///replay", "kv", "map")
 EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
 OUTPUT = EngineCoreOutput(
     "0_request",
@@ -229,7 +235,13 @@ FULL: dict[str, Any] = {
         peak_memory_bytes=1 << 30,
         stamps=[Stamp("imports", 10.5, 0.25)],
         next_sequence=58,
+        kv_events=SOURCE,
     ),
+    "BlockStored": STORED,
+    "BlockRemoved": REMOVED,
+    "AllBlocksCleared": AllBlocksCleared(),
+    "KVEventBatch": KVEventBatch(1.5, [STORED, REMOVED, AllBlocksCleared()], 1),
+    "KVEventSource": SOURCE,
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,
     "SchedulerOutput": SchedulerOutput(
