@@ -275,13 +275,9 @@ def make_step_inputs(
     for req_id, num_tokens in num_scheduled_tokens.items():
         scheduled[batch.rows[req_id]] = num_tokens
     rows = np.flatnonzero(scheduled)
-    num_before = batch.adapter_starts[rows] - batch.num_computed_tokens[rows]  # tokens before the adapter
-    slots = np.where(num_before >= scheduled[rows], NO_ADAPTER, batch.adapter_slots[rows])
-    has_adapters = bool((slots != NO_ADAPTER).any())
-    if has_adapters:
-        order = np.argsort(slots, kind="stable")
-        rows, slots, num_before = rows[order], slots[order], num_before[order]
-    base_lens = np.where(slots == NO_ADAPTER, 0, num_before).clip(0)
+    slots = base_lens = None
+    if (batch.adapter_slots[rows] != NO_ADAPTER).any():
+        rows, slots, base_lens = _sort_by_adapter(batch, rows, scheduled)
     query_lens = scheduled[rows]
     computed = batch.num_computed_tokens[rows]
     seq_lens = computed + query_lens
@@ -312,9 +308,23 @@ def make_step_inputs(
         sampling=np.flatnonzero(certain_lens == batch.num_tokens[rows]),
         num_drafts=num_drafts,
         embeds=_find_embeds(batch, rows, starts, computed, seq_lens, device) if batch.embeds else None,
-        adapter_slots=slots if has_adapters else None,
-        base_lens=base_lens if base_lens.any() else None,
+        adapter_slots=slots,
+        base_lens=base_lens,
     )
+
+
+def _sort_by_adapter(
+    batch: InputBatch, rows: npt.NDArray[np.int64], scheduled: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None]:
+    """Returns the rows in the order of their adapters' slots, with `adapter_slots` and `base_lens` of the step."""
+    num_before = batch.adapter_starts[rows] - batch.num_computed_tokens[rows]  # tokens before the adapter
+    slots = np.where(num_before >= scheduled[rows], NO_ADAPTER, batch.adapter_slots[rows])
+    if not (slots != NO_ADAPTER).any():
+        return rows, None, None
+    order = np.argsort(slots, kind="stable")
+    rows, slots, num_before = rows[order], slots[order], num_before[order]
+    base_lens = np.where(slots == NO_ADAPTER, 0, num_before).clip(0)
+    return rows, slots, base_lens if base_lens.any() else None
 
 
 def _find_embeds(
