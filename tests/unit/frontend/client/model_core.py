@@ -40,9 +40,12 @@ def token_at(prompt: Sequence[int], index: int) -> int:
     return hashlib.sha256(f"{list(prompt)} {index}".encode()).digest()[0]
 
 
-def make_ready(incarnation: int = 0, next_sequence: int = 1) -> EngineCoreReadyResponse:
+def make_ready(incarnation: int = 0, next_sequence: int = 1, engine_index: int = 0) -> EngineCoreReadyResponse:
     return EngineCoreReadyResponse(
-        64, 8, 16, 128, 2.0, ("generate",), incarnation=incarnation, next_sequence=next_sequence
+        *(64, 8, 16, 128, 2.0, ("generate",)),
+        engine_index=engine_index,
+        incarnation=incarnation,
+        next_sequence=next_sequence,
     )
 
 
@@ -50,8 +53,9 @@ class ModelCore:
     """One incarnation. `step` takes in everything it was sent and computes a token of each of its first `max_num_seqs`
     requests; what it sends waits in `outbox`."""
 
-    def __init__(self, incarnation: int, max_num_seqs: int = 3) -> None:
+    def __init__(self, incarnation: int, max_num_seqs: int = 3, engine_index: int = 0) -> None:
         self.incarnation = incarnation
+        self.engine_index = engine_index
         self.max_num_seqs = max_num_seqs
         self.inbox: list[Message] = []
         self.outbox: list[EngineCoreOutputs] = []
@@ -63,7 +67,8 @@ class ModelCore:
 
     def send(self, **fields: Any) -> None:
         self.num_sent += 1
-        self.outbox.append(EngineCoreOutputs(incarnation=self.incarnation, sequence=self.num_sent, **fields))
+        stamps = {"engine_index": self.engine_index, "incarnation": self.incarnation, "sequence": self.num_sent}
+        self.outbox.append(EngineCoreOutputs(**stamps, **fields))
 
     def take_in(self) -> None:
         for message in self.inbox:
