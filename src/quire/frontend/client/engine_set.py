@@ -77,7 +77,6 @@ class EngineSet:
         self.messages: list[tuple[int, Message]] = []
         self.deliveries: list[EngineCoreOutputs] = []
         self.answers: list[Answer] = []
-        self.gone_reason = ""
         self.router = Router(LeastWait()) if router is None else router
         self._members: dict[int, _Member] = {}
         self._reroute: Reroute = reroute
@@ -109,6 +108,11 @@ class EngineSet:
             if state in states:
                 return state
         return LinkState.GONE
+
+    @property
+    def gone_reason(self) -> str:
+        """Why no core of an engine will come any more; empty: they will."""
+        return next(filter(None, (member.link.gone_reason for member in list(self._members.values()))), "")
 
     @property
     def counts(self) -> Counter[str]:
@@ -216,9 +220,11 @@ class EngineSet:
 
     def on_corrupt_message(self) -> None:
         """Handles a message that could not be decoded: each engine is asked for the number of its last one."""
-        self._counts["corrupt"] += 1
-        for member in self._members.values():
-            member.link.probe()
+        for position, member in enumerate(self._members.values()):
+            if position == 0:
+                member.link.on_corrupt_message()
+            else:
+                member.link.probe()
             self._settle(member)
 
     def on_death(self, index: int, death: CoreDeath) -> None:
@@ -243,7 +249,6 @@ class EngineSet:
         if others and self._reroute != "never" and not self._is_closing:
             self._empty(member, "gone")
         member.link.on_gone(reason)
-        self.gone_reason = reason
         self._settle(member)
         if others:
             self.answers += self._calls.forget_engine(index)
@@ -401,6 +406,16 @@ class EngineSet:
                 self._move_from(member, "waiting")
 
     # -- after each event ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        """True if no engine will come any more."""
+        return all(_is_gone(member) for member in self._members.values())
+
+    def settle(self) -> None:
+        """Takes over what the links have produced: others than the set may call them, too."""
+        for member in list(self._members.values()):
+            self._settle(member)
 
     def _settle(self, member: _Member) -> None:
         """Takes over what a link has produced, and notes how its state has changed."""
