@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.config.engine import EngineConfig, LifecycleConfig, ParallelConfig
+from quire.config.engine import EngineConfig, LifecycleConfig
 from quire.config.hf_config import HFConfig
+from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.base import make_async_client, make_client
 from quire.frontend.client.link_thread import AttachedLinkThread
