@@ -204,7 +204,7 @@ def test_what_the_client_owns(start: Clients) -> None:
     path = resources.directory.path
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert {file.name for file in path.iterdir() if file.is_socket()} == {"input-0", "output-0", "handshake"}
-    assert [file.name for file in path.glob("heartbeat*")] == ["heartbeat-0"]
+    assert [file.name for file in path.glob("heartbeat*")] == ["heartbeat-0-0"]
 
 
 def test_a_core_in_this_process_cannot_be_shared() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quire.config.flags import flag
 from quire.config.model_impl import TRANSFORMERS
@@ -82,6 +82,18 @@ class ParallelConfig:
     )
     data_parallel_supervisor_port: int = flag(
         9256, "Port of the joint health of the servers of --data-parallel-multi-port-external-lb.", **_PORT
+    )
+    routing_policy: str = flag(
+        "least_wait",
+        "How requests are shared among engines: to the shortest wait, cached prefixes considered; as vLLM does; or "
+        "round robin.",
+        choices=("least_wait", "vllm_score", "round_robin"),
+    )
+    reroute: Literal["auto", "wait", "never"] = flag(
+        "auto",
+        "Requests of an engine that dies: auto moves them to another one at once where that is quicker than to wait "
+        "for the restart, wait moves them only if it cannot be restarted, never fails them then.",
+        choices=("auto", "wait", "never"),
     )
     headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")
     nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
@@ -286,7 +298,6 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
     (lambda c: c.headless, "--headless", "an engine runs on the machine of its server"),
     (lambda c: c.num_local_engines != c.data_parallel_size, "--data-parallel-size-local", "engines are on one machine"),
     (lambda c: c.data_parallel_start_rank is not None, "--data-parallel-start-rank", "engines are on one machine"),
-    (lambda c: c.data_parallel_size > 1, "--data-parallel-size {c.data_parallel_size}", _ONE_ENGINE),
     (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

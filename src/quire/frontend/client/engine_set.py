@@ -118,6 +118,9 @@ class EngineSet:
     def counts(self) -> Counter[str]:
         """Counts of all engines."""
         counts = self._counts.copy()
+        for reason, count in self.router.decisions.copy().items():
+            counts[f"routed.{reason}"] = count
+        counts["expected_cached_tokens"] = self.router.num_expected_cached_tokens
         for member in list(self._members.values()):
             counts.update(member.link.counts)
         return counts

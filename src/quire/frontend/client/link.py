@@ -238,7 +238,7 @@ class EngineLink:
         count."""
         if self.state is LinkState.GONE:
             return
-        if death.cause != "start":
+        if death.cause != "start" and not death.is_planned:
             self.counts["deaths"] += 1
         self._judge(death)
         self.state = LinkState.DOWN

@@ -24,7 +24,8 @@ from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig, encode_config
 from quire.errors import ConfigError, NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.adapters import AdapterTable, ServedAdapter, answer_peer, load_modules, make_door
-from quire.frontend.client.mp import AsyncMPClient, make_client_addresses
+from quire.frontend.client.launcher import make_client_addresses
+from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.crash_attribution import CrashAttribution

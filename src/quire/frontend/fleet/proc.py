@@ -93,9 +93,16 @@ class PeerServices:
         self._client.note_gone(reason)
 
     async def _report_death(
-        self, incarnation: int, cause: DeathCause, description: str, request_ids: list[str] | None, was_asked: bool
+        self,
+        incarnation: int,
+        cause: DeathCause,
+        description: str,
+        request_ids: list[str] | None,
+        was_asked: bool,
+        is_planned: bool = False,
     ) -> list[EncodedSuspect]:
-        death = CoreDeath(cause, description, None if request_ids is None else tuple(request_ids), was_asked)
+        ids = None if request_ids is None else tuple(request_ids)
+        death = CoreDeath(cause, description, ids, was_asked, is_planned)
         link = self._link
         suspects = await asyncio.wrap_future(self._client.ask_link(lambda: link.report_death(incarnation, death)))
         return await asyncio.to_thread(encode_suspects, suspects) if suspects else []

@@ -29,7 +29,8 @@ NO_ROOM_S = 1.0
 LOAD_FACTOR = 1.25
 """No engine gets a request if it then has more than this times the mean, plus 1."""
 TIE_S = 0.002
-"""Waits this close are equal: the first block decides, so that equal prompts meet."""
+TIE_SHARE = 0.1
+"""Waits are equal if they differ by less than `TIE_S`, and by less than this share of the shorter one."""
 
 
 class EngineLoad:
@@ -107,8 +108,8 @@ class LeastWait(RoutingPolicy):
 
     An engine with more than `LOAD_FACTOR` times the mean number of requests, plus 1, is left out. So a prefix that many
     requests share spreads over more engines as soon as the queue before it costs more than the prefix. Among equal
-    waits the first block decides by rendezvous hashing: the same prompts meet at the same engine, and a new engine
-    takes its share of them only.
+    waits the longest cached prefix decides, then the fewest requests, then the first block by rendezvous hashing: after
+    a restart the same prompts meet at the same engine.
     """
 
     reads_prefixes = True
@@ -122,9 +123,10 @@ class LeastWait(RoutingPolicy):
             for load, cached in zip(loads, request.num_cached, strict=True)
         ]
         least = min(waits[i] for i in allowed)
-        tied = [i for i in allowed if waits[i] <= least + TIE_S]
-        best = max(tied, key=lambda i: (request.num_cached[i], _weigh(request.key, loads[i].index)))
-        if min(waits) < least - TIE_S:
+        margin = min(TIE_S, TIE_SHARE * least)
+        tied = [i for i in allowed if waits[i] <= least + margin]
+        best = max(tied, key=lambda i: (request.num_cached[i], -counts[i], _weigh(request.key, loads[i].index)))
+        if min(waits) < least - margin:
             return best, "bound"
         return best, "prefix" if request.num_cached[best] else "wait"
 

@@ -163,8 +163,11 @@ class CoreSupervisor(threading.Thread):
         on_gone: Callable[[QuireError], None],
         was_connected: Callable[[int], bool],
         has_live_requests: Callable[[], bool],
+        first_incarnation: int = 0,
     ) -> None:
+        """`first_incarnation` is above 0 where an engine of this index was removed before."""
         super().__init__(name="EngineCoreSupervisor", daemon=True)
+        self._first = self.incarnation = first_incarnation
         self._launch = launch
         self._config = config
         self._handshake = handshake
@@ -178,6 +181,7 @@ class CoreSupervisor(threading.Thread):
         self._start_watch = StartWatch()
         self._is_stopping = False
         self._is_draining = False
+        self._asks_for_restart = False
         self._has_spawned = threading.Event()
         self.restarts: dict[str, int] = {}
         """Number of restarts by cause of the death before."""
@@ -203,6 +207,11 @@ class CoreSupervisor(threading.Thread):
         self._is_stopping = True
         self._wakeup.set()
 
+    def ask_restart(self) -> None:
+        """Makes a core that is ready end, and another start in its place, which the budget does not count. A core that
+        is being started is left alone. From any thread."""
+        self._asks_for_restart = True
+
     def wait_spawned(self) -> None:
         """Waits until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
         self._has_spawned.wait()
@@ -222,12 +231,12 @@ class CoreSupervisor(threading.Thread):
             self._wakeup.close()
 
     def _supervise(self) -> None:
-        incarnation = num_deaths_in_draft = 0
+        incarnation, num_deaths_in_draft = self._first, 0
         while (death := self._run_core(incarnation)) is not None:
             logger.log(
                 logging.WARNING if death.was_asked else logging.ERROR,
-                "engine core %d %s",
-                incarnation,
+                "engine core %s %s",
+                self._name_core(incarnation),
                 death.description,
             )
             self._on_death(death)
@@ -235,6 +244,10 @@ class CoreSupervisor(threading.Thread):
                 num_deaths_in_draft += 1
                 without_drafts = num_deaths_in_draft >= MAX_DEATHS_IN_DRAFT
                 self._launch = dataclasses.replace(self._launch, without_drafts=without_drafts)
+            if death.is_planned:
+                incarnation += 1
+                logger.info("starting engine core %s in its place", self._name_core(incarnation))
+                continue
             if not self._wait_for_need(death):
                 return
             backoff_s = self._budget.take(time.monotonic())
@@ -247,13 +260,15 @@ class CoreSupervisor(threading.Thread):
                 return
             self.restarts[death.cause] = self.restarts.get(death.cause, 0) + 1
             incarnation += 1
-            how = ", without speculation: others died while they drafted; no token changes"
-            logger.warning("starting engine core %d%s", incarnation, how if self._launch.without_drafts else "")
+            without = ", without speculation: others died while they drafted; no token changes"
+            how = without if self._launch.without_drafts else ""
+            logger.warning("starting engine core %s%s", self._name_core(incarnation), how)
 
     def _run_core(self, incarnation: int) -> CoreDeath | None:
         """Runs one core until its death, which it returns; None if the supervisor was stopped."""
-        path = self._directory / f"heartbeat-{incarnation}"
+        path = self._directory / f"heartbeat-{self._launch.engine_index}-{incarnation}"
         page = HeartbeatPage.create(path)
+        self.incarnation = incarnation
         try:
             core = CoreProcess(self._launch, self._handshake, incarnation, path)
             self.core_pid = core.pid
@@ -264,7 +279,7 @@ class CoreSupervisor(threading.Thread):
                 self.core_pid = None
                 core.close()
         except QuireError as e:
-            if incarnation == 0:
+            if incarnation == self._first:
                 raise
             return CoreDeath("start", f"could not be started again: {e}")
         finally:
@@ -273,6 +288,7 @@ class CoreSupervisor(threading.Thread):
 
     def _follow(self, core: CoreProcess, page: HeartbeatPage) -> CoreDeath | None:
         self._start_watch.begin(time.monotonic())
+        self._asks_for_restart = False  # it has just been started
         try:
             if not core.wait_ready(
                 self._wakeup.fd, lambda: self._start_watch.check_stall(page.get_heartbeat(), time.monotonic())
@@ -292,6 +308,9 @@ class CoreSupervisor(threading.Thread):
             if self._is_stopping:
                 self._end(core)
                 return None
+            if self._asks_for_restart:
+                self._end(core)
+                return CoreDeath("killed", "has ended for a restart", was_asked=True, is_planned=True)
             beat = page.get_heartbeat()
             age = watch.check_hang(beat, time.monotonic())
             if age is not None:
@@ -303,8 +322,14 @@ class CoreSupervisor(threading.Thread):
     def _end(self, core: CoreProcess) -> None:
         core.terminate()
         if not core.wait(self._config.shutdown_timeout + TERMINATE_TIMEOUT_S):
-            logger.warning("engine core %d did not end when it was asked to, and is killed", core.incarnation)
+            name = self._name_core(core.incarnation)
+            logger.warning("engine core %s did not end when it was asked to, and is killed", name)
             core.kill()
+
+    def _name_core(self, incarnation: int) -> str:
+        """Returns the name of a core in the log."""
+        engine = self._launch.engine_index
+        return f"{engine}.{incarnation}" if engine else str(incarnation)
 
     def _wait_for_need(self, death: CoreDeath) -> bool:
         """Waits until another core is needed. Returns False if this supervisor is stopped first."""

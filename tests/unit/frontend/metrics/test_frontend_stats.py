@@ -129,8 +129,8 @@ def test_flags_decide_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     setup = make_setup(EngineArgs("demo", **flags).create_engine_config("serving"), READY)
     assert setup.conditions == {KV_SAMPLING, NANS, LEGACY_NAMES}
-    assert (setup.cache_config["block_size"], setup.cache_config["num_gpu_blocks"]) == ("16", "100")
-    assert setup.cache_config["enable_prefix_caching"] == "True"
+    assert (setup.cache_configs[0]["block_size"], setup.cache_configs[0]["num_gpu_blocks"]) == ("16", "100")
+    assert setup.cache_configs[0]["enable_prefix_caching"] == "True"
     assert setup.custom_buckets == {"request_latency": [1, 2]}
 
 
