@@ -102,6 +102,5 @@ def _print(answer: Any) -> None:
         state = "draining" if row["is_draining"] else row["state"]
         restarts = ", ".join(f"{count} {cause}" for cause, count in row["restarts"].items()) or "-"
         pid = "-" if row["pid"] is None else row["pid"]
-        print(
-            f"{row['engine']:>6}  {state:<10} {row['num_requests']:>8}  {pid:>8}  {row['incarnation']:>4}  {restarts}"
-        )
+        head = f"{row['engine']:>6}  {state:<10} {row['num_requests']:>8}  {pid:>8}  {row['incarnation']:>4}"
+        print(f"{head}  {restarts}")

@@ -70,6 +70,7 @@ class EngineLauncher:
             envs.ENGINE_READY_TIMEOUT_S.number(),
             self._the_cores,
             engine_index=engine,
+            is_one_of_several=config.parallel_config.num_local_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
         )
 

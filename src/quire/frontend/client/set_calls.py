@@ -63,10 +63,9 @@ class SetCall:
             case "concatenation":
                 return UtilityOutput(self.call_id, result=[item for result in results for item in result])
             case "equal" if any(result != results[0] for result in results):
-                named = "; ".join(
-                    f"engine {engine}: {result!r}"[:200] for engine, result in zip(outputs, results, strict=True)
-                )
-                why = f"the engines have answered {self.method} differently, engine {named}"
+                pairs = zip(outputs, results, strict=True)
+                named = "; ".join(f"engine {engine}: {result!r}"[:200] for engine, result in pairs)
+                why = f"the engines have answered {self.method} differently: {named}"
                 return UtilityOutput(self.call_id, why, error_type="ServerError")
         return UtilityOutput(self.call_id, result=given[0])
 

@@ -58,6 +58,8 @@ class CoreLaunch:
     core_curve: CurveKeys | None = None
     """The core's side of the keys, for TCP."""
     engine_index: int = 0
+    is_one_of_several: bool = False
+    """True: the server has other engines, too."""
     without_drafts: bool = False
     """True: the core does not speculate, whatever its configuration says."""
     preload: tuple[str, ...] = ()

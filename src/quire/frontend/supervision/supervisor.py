@@ -328,8 +328,8 @@ class CoreSupervisor(threading.Thread):
 
     def _name_core(self, incarnation: int) -> str:
         """Returns the name of a core in the log."""
-        engine = self._launch.engine_index
-        return f"{engine}.{incarnation}" if engine else str(incarnation)
+        launch = self._launch
+        return f"{launch.engine_index}.{incarnation}" if launch.is_one_of_several else str(incarnation)
 
     def _wait_for_need(self, death: CoreDeath) -> bool:
         """Waits until another core is needed. Returns False if this supervisor is stopped first."""

@@ -23,9 +23,11 @@ from quire.wire.stats import PrefillStats
 ADD, ABORT, UTILITY = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
 
 
-def make_request(name: str, num_tokens: int = 4, deadly_at: int | None = None, **fields: Any) -> EngineCoreRequest:
+def make_request(
+    name: str, num_tokens: int = 4, deadly_at: int | None = None, *, prompt: list[int] | None = None, **fields: Any
+) -> EngineCoreRequest:
     """A request for `num_tokens` tokens. One that is `deadly_at` a token kills the core that computes this one."""
-    prompt = [*name.encode(), 0 if deadly_at is None else deadly_at + 1]
+    prompt = [*(prompt or name.encode()), 0 if deadly_at is None else deadly_at + 1]
     return EngineCoreRequest(name, prompt, SamplingParams(max_tokens=num_tokens), None, 0.0, **fields)
 
 

@@ -1,0 +1,146 @@
+"""Several engines in processes: one is killed, all are restarted, their number changes, and no reader notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from quire.errors import ClientError, NotFoundError, ValidationError
+from quire.frontend.client.dp import DPLBAsyncMPClient
+from quire.frontend.client.link import LinkState
+from quire.sampling_params import SamplingParams
+from quire.testing.history import History
+
+from .harness import Engine, FakeLoad, fake_args, read, running
+
+NUM_STREAMS = 64
+Work = Callable[[DPLBAsyncMPClient], Awaitable[None]]
+
+
+def dp_client(engine: Engine) -> DPLBAsyncMPClient:
+    assert isinstance(engine.client, DPLBAsyncMPClient)
+    return engine.client
+
+
+async def _read_while(
+    work: Callable[[DPLBAsyncMPClient], Awaitable[None]],
+    *,
+    seed: int = 1,
+    size: int = 2,
+    num_streams: int = NUM_STREAMS,
+) -> dict[str, int]:
+    """Readers come and go until `work` has ended. Returns the counts, once every token has been checked."""
+    history, load = History(), FakeLoad(random.Random(seed))
+    async with running(fake_args(data_parallel_size=size)) as engine:
+        worker = asyncio.create_task(_begin_when_busy(work, dp_client(engine), history))
+
+        async def read_on() -> None:
+            while not worker.done():
+                request_id, prompt, params = load.make()
+                await read(engine, history, request_id, {"prompt_token_ids": prompt}, params)
+
+        await asyncio.gather(*(read_on() for _ in range(num_streams)))
+        await worker
+        counts = engine.counts
+        assert engine.llm.get_num_unfinished_requests() == engine.client.num_live_requests == 0
+    assert history.problems() == []
+    assert history.token_differences(load.expected) == []
+    assert len(history.streams) == len(load.expected) >= num_streams
+    return counts
+
+
+async def _begin_when_busy(
+    work: Callable[[DPLBAsyncMPClient], Awaitable[None]], client: DPLBAsyncMPClient, history: History
+) -> None:
+    while history.num_tokens < 200:
+        await asyncio.sleep(0.005)
+    await work(client)
+
+
+def kill(client: DPLBAsyncMPClient, engine: int) -> None:
+    pid = client.resources.supervisors[engine].core_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def wait_for(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def test_streams_of_a_killed_engine_go_on_at_the_other() -> None:
+    async def work(client: DPLBAsyncMPClient) -> None:
+        links = client._link_thread.links.links
+        for engine in (1, 0):
+            kill(client, engine)
+            await wait_for(lambda engine=engine: links[engine].state is LinkState.DOWN)
+            await wait_for(lambda engine=engine: not links[engine].num_live_requests)  # they have moved
+            assert client.is_ready
+            await wait_for(lambda engine=engine: links[engine].state is LinkState.UP)
+
+    counts = asyncio.run(_read_while(work))
+    assert counts["deaths"] == 2
+    assert counts["moves.0.killed"] > 0
+    assert counts["moves.1.killed"] > 0
+    assert counts["poisoned_requests"] == 0
+
+
+def test_a_roll_and_another_size_under_load() -> None:
+    async def work(client: DPLBAsyncMPClient) -> None:
+        before = {status.engine: status.pid for status in client.list_engines()}
+        await client.restart_engines()
+        after = {status.engine: status.pid for status in client.list_engines()}
+        assert all(after[engine] != before[engine] for engine in before)
+        await client.scale(3)
+        assert [status.state for status in client.list_engines()] == ["up"] * 3
+        await wait_for(lambda: client._link_thread.links.links[2].num_live_requests > 0)
+        await client.scale(1)
+        await client.scale(2)
+        assert sorted(client.resources.supervisors) == [0, 1]
+
+    counts = asyncio.run(_read_while(work, num_streams=16))
+    assert counts["deaths"] == 0
+    assert counts["moves.0.drain"] > 0
+    assert counts["moves.2.drain"] > 0
+
+
+def test_operations_that_are_refused() -> None:
+    async def run() -> None:
+        async with running(fake_args(data_parallel_size=2)) as engine:
+            client = dp_client(engine)
+            with pytest.raises(ValidationError, match="1 to 64 engines"):
+                await client.scale(0)
+            with pytest.raises(NotFoundError, match="there is no engine 7; there are 0, 1"):
+                await client.restart_engine(7)
+            await client.drain_engine(0)
+            with pytest.raises(ClientError, match="engine 1 is the only one that takes requests"):
+                await client.drain_engine(1)
+            await client.resume_engine(0)
+            await client.remove_engine(0)
+            with pytest.raises(ClientError, match="engine 1 is the last one"):
+                await client.remove_engine(1)
+            with pytest.raises(ValidationError, match=r"name an engine of this server \(1\), got 0"):
+                await engine.llm.add_request("r", {"prompt_token_ids": [1]}, SamplingParams(), data_parallel_rank=0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_engines_are_killed_again_and_again(seed: int) -> None:
+    async def work(client: DPLBAsyncMPClient) -> None:
+        rng = random.Random(seed)
+        for _ in range(30):
+            running_now = [i for i, s in client.resources.supervisors.items() if s.core_pid is not None]
+            if running_now:
+                kill(client, rng.choice(running_now))
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
+
+    counts = asyncio.run(_read_while(work, seed=seed, size=3))
+    assert counts["moved_requests"] > 30
