@@ -18,8 +18,8 @@ from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
 Joining = Literal["equal", "first", "all", "sum", "concatenation"]
-"""How the answers of several engines to one call become one: they must be equal; the first one counts; True if all are;
-counts are added; lists are joined."""
+"""Rule by which the answers of several engines to one call become one: they must be equal; the first one counts; True
+if all are; counts are added; lists are joined."""
 
 
 class UtilitySpec(NamedTuple):
@@ -36,7 +36,7 @@ class UtilitySpec(NamedTuple):
     is_remembered: bool = False
     """A call changes the state that a restarted core is brought into."""
     joining: Joining = "equal"
-    """How the answers of several engines become one."""
+    """Rule by which the answers of several engines become one."""
 
 
 def _get(method: str, result: Any, arguments: tuple[Any, ...] = (), joining: Joining = "equal") -> UtilitySpec:

@@ -1,6 +1,6 @@
-"""The client of a server with several engines of its own: which engine is where, restarts one by one, more or fewer.
+"""The client of a server with several engines of its own: their state, restarts one by one, another number of them.
 
-Nobody who sends requests notices any of it: an engine's requests move to others before it ends (`EngineSet`).
+An engine's requests move to others before it ends (`EngineSet`), so that no client notices any of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.logger import init_logger
 logger = init_logger(__name__)
 
 DrainMode = Literal["move", "wait"]
-"""What becomes of the requests of an engine that is taken out: others go on with them, or they end there."""
+"""Fate of the requests of an engine that is taken out: others go on with them, or they end there."""
 LOOK_S = 0.02
 MAX_ENGINES = 64
 """Most engines of one machine."""

@@ -34,7 +34,7 @@ from quire.wire.utility import UTILITIES
 logger = init_logger(__name__)
 
 Reroute = Literal["auto", "wait", "never"]
-"""What becomes of the requests of an engine that dies: they move at once where that is quicker than to wait for it;
+"""Fate of the requests of an engine that dies: they move at once where that is quicker than to wait for it;
 they wait for it, and move if it is gone for good; they never move."""
 MoveReason = Literal["killed", "crash", "hang", "lost", "draft", "start", "gone", "drain", "waiting"]
 """Cause of the death of the engine that requests were moved from, or: it is gone for good; it is drained; it was down

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -107,13 +108,15 @@ class FrontendStats:
         self._rejections: Mapping[str, int] = {}
         self._adapters = AdapterLabels(config.lora_config.max_loras or 0)
         scheduler = config.scheduler_config
-        self._limits = EngineLimits(
+        limits = EngineLimits(
             max_num_seqs=scheduler.max_num_seqs or 1,
             max_num_batched_tokens=scheduler.max_num_batched_tokens or 1,
             max_num_queued_tokens=scheduler.max_num_queued_tokens,
         )
         engines = {ready.engine_index: ready} if engines is None else engines
-        self._saturation = {engine: SaturationMeter(self._limits) for engine in engines}
+        self._saturation = defaultdict(
+            lambda: SaturationMeter(limits), {engine: SaturationMeter(limits) for engine in engines}
+        )
         self.metrics: PrometheusStatLogger | None = None
         """The exporter; None where statistics are off or go elsewhere."""
         loggers: list[StatLogger] = []
@@ -166,10 +169,7 @@ class FrontendStats:
 
     def _feed_saturation(self) -> None:
         for engine, timestamp, stats in self._steps:
-            meter = self._saturation.get(engine)
-            if meter is None:
-                meter = self._saturation[engine] = SaturationMeter(self._limits)
-            meter.add_step(
+            self._saturation[engine].add_step(
                 timestamp,
                 num_outputs=stats.num_decoded_reqs,
                 num_prompt_tokens=max(0, stats.num_scheduled_tokens - stats.num_decoded_reqs),

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -108,7 +108,7 @@ class StartWatch:
     def __init__(self) -> None:
         self._durations: dict[int, float] = {}
         """Longest duration in seconds of each stage, in a start that succeeded, or the allowance after an extension."""
-        self._has_succeeded = False
+        self.has_succeeded = False
         self._begun: dict[int, float] = {}
         """Beginning of each stage of this start, CLOCK_MONOTONIC, moved by the time in which this process did not
         run."""
@@ -130,7 +130,7 @@ class StartWatch:
         age = now - self._begun[stage]
         known = self._durations.get(stage, max(self._durations.values(), default=0.0))
         limit = max(MIN_STAGE_S, STAGE_FACTOR * known)
-        if not self._has_succeeded or age <= limit:
+        if not self.has_succeeded or age <= limit:
             return None
         self._durations[stage] = 2 * limit / STAGE_FACTOR
         return age
@@ -140,7 +140,7 @@ class StartWatch:
         ends = [*sorted(self._begun.values())[1:], now]
         for stage, end in zip(sorted(self._begun), ends, strict=True):
             self._durations[stage] = max(end - self._begun[stage], self._durations.get(stage, 0.0))
-        self._has_succeeded = True
+        self.has_succeeded = True
 
 
 class CoreSupervisor(threading.Thread):
@@ -167,7 +167,7 @@ class CoreSupervisor(threading.Thread):
     ) -> None:
         """`first_incarnation` is above 0 where an engine of this index was removed before."""
         super().__init__(name="EngineCoreSupervisor", daemon=True)
-        self._first = self.incarnation = first_incarnation
+        self.incarnation = first_incarnation
         self._launch = launch
         self._config = config
         self._handshake = handshake
@@ -179,14 +179,17 @@ class CoreSupervisor(threading.Thread):
         self._budget = RestartBudget(config.core_restart_limit, config.core_restart_window_s)
         self._wakeup = Wakeup()
         self._start_watch = StartWatch()
-        self._is_stopping = False
-        self._is_draining = False
-        self._asks_for_restart = False
+        self._orders: set[Literal["stop", "expect_stop", "restart"]] = set()
+        """Orders of other threads."""
         self._has_spawned = threading.Event()
         self.restarts: dict[str, int] = {}
         """Number of restarts by cause of the death before."""
         self.core_pid: int | None = None
         """Process id of the core that lives now."""
+
+    @property
+    def _is_stopping(self) -> bool:
+        return "stop" in self._orders
 
     @property
     def end_timeout_s(self) -> float:
@@ -200,17 +203,17 @@ class CoreSupervisor(threading.Thread):
     def expect_stop(self) -> None:
         """Announces `stop`: a core that dies from now on is followed by another only while requests live. From any
         thread."""
-        self._is_draining = True
+        self._orders.add("expect_stop")
 
     def stop(self) -> None:
         """Asks the core to end, and this thread with it. From any thread, and from a finalizer."""
-        self._is_stopping = True
+        self._orders.add("stop")
         self._wakeup.set()
 
     def ask_restart(self) -> None:
         """Makes a core that is ready end, and another start in its place, which the budget does not count. A core that
         is being started is left alone. From any thread."""
-        self._asks_for_restart = True
+        self._orders.add("restart")
 
     def wait_spawned(self) -> None:
         """Waits until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
@@ -231,7 +234,7 @@ class CoreSupervisor(threading.Thread):
             self._wakeup.close()
 
     def _supervise(self) -> None:
-        incarnation, num_deaths_in_draft = self._first, 0
+        incarnation, num_deaths_in_draft = self.incarnation, 0
         while (death := self._run_core(incarnation)) is not None:
             logger.log(
                 logging.WARNING if death.was_asked else logging.ERROR,
@@ -279,7 +282,7 @@ class CoreSupervisor(threading.Thread):
                 self.core_pid = None
                 core.close()
         except QuireError as e:
-            if incarnation == self._first:
+            if not self._start_watch.has_succeeded:
                 raise
             return CoreDeath("start", f"could not be started again: {e}")
         finally:
@@ -288,7 +291,7 @@ class CoreSupervisor(threading.Thread):
 
     def _follow(self, core: CoreProcess, page: HeartbeatPage) -> CoreDeath | None:
         self._start_watch.begin(time.monotonic())
-        self._asks_for_restart = False  # it has just been started
+        self._orders.discard("restart")  # it has just been started
         try:
             if not core.wait_ready(
                 self._wakeup.fd, lambda: self._start_watch.check_stall(page.get_heartbeat(), time.monotonic())
@@ -308,7 +311,7 @@ class CoreSupervisor(threading.Thread):
             if self._is_stopping:
                 self._end(core)
                 return None
-            if self._asks_for_restart:
+            if "restart" in self._orders:
                 self._end(core)
                 return CoreDeath("killed", "has ended for a restart", was_asked=True, is_planned=True)
             beat = page.get_heartbeat()
@@ -334,9 +337,13 @@ class CoreSupervisor(threading.Thread):
     def _wait_for_need(self, death: CoreDeath) -> bool:
         """Waits until another core is needed. Returns False if this supervisor is stopped first."""
         start = time.monotonic()
-        while not death.calls_for_successor(
-            time.monotonic() - start, is_draining=self._is_draining, has_live_requests=self._has_live_requests()
-        ):
+
+        def is_needed() -> bool:
+            is_draining, has_live_requests = "expect_stop" in self._orders, self._has_live_requests()
+            age_s = time.monotonic() - start
+            return death.calls_for_successor(age_s, is_draining=is_draining, has_live_requests=has_live_requests)
+
+        while not is_needed():
             if self._sleep(NEED_INTERVAL_S):
                 return False
         return True

@@ -52,7 +52,7 @@ class SetDriver:
             self.start(index)
 
     def die(self, index: int, cause: DeathCause = "killed") -> None:
-        """What the core has sent may arrive later."""
+        """Ends a core. What it has sent may arrive later."""
         core = self.cores.pop(index)
         self.late += core.outbox
         self.set.on_death(index, core.death(cause))

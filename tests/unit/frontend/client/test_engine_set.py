@@ -217,7 +217,7 @@ def test_an_engine_that_drains_gets_nothing_new() -> None:
     driver.settle()
     assert num_at(driver, 0) == 4
     assert {driver.add(make_request(f"n{i}", 2)) for i in range(6)} == {1}
-    driver.set.drain(1, moves=True)  # nobody else takes any: they stay
+    driver.set.drain(1, moves=True)  # no other engine takes any: they stay
     driver.settle()
     assert num_at(driver, 1) == 10
     driver.set.undrain(0)

@@ -10,8 +10,7 @@ from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.request import Request
 from quire.frontend.routing import router as router_module
 from quire.frontend.routing.policy import LeastWait, VllmScore
-from quire.frontend.routing.prefix_directory import PrefixDirectory, hash_prompt
-from quire.frontend.routing.router import Router
+from quire.frontend.routing.router import PrefixDirectory, Router, hash_prompt
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_engine import READY
