@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from quire.cli.main import main
 from quire.errors import ClientError, NotFoundError, ValidationError
 from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
@@ -17,6 +22,7 @@ from quire.sampling_params import SamplingParams
 from quire.testing.history import History
 
 from .harness import Engine, FakeLoad, fake_args, read, running
+from .serving import serving
 
 NUM_STREAMS = 64
 Work = Callable[[DPLBAsyncMPClient], Awaitable[None]]
@@ -129,6 +135,63 @@ def test_operations_that_are_refused() -> None:
                 await engine.llm.add_request("r", {"prompt_token_ids": [1]}, SamplingParams(), data_parallel_rank=0)
 
     asyncio.run(run())
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
+
+
+def _post(url: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as e:
+        return e.code, json.load(e)
+
+
+def test_the_routes_and_commands_of_an_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--data-parallel-size", "2", "--enable-admin", "--admin-port", "0", "--max-model-len", "256")
+    with serving(*flags, executor="Steady") as server:
+        url, admin = server.url, server.admin_url
+        assert admin is not None
+        up = [{"engine": engine, "state": "up"} for engine in (0, 1)]
+        assert _get(f"{url}/health/engines") == {"num_up": 2, "engines": up}
+        for rank in (0, 1):
+            status, _ = _post(
+                f"{url}/v1/completions", {"prompt": [1, 2], "max_tokens": 2}, X_data_parallel_rank=str(rank)
+            )
+            assert status == 200
+        for rank, why in (
+            ("2", "name an engine of this server (0, 1), got 2"),
+            ("x", "must be the number of an engine"),
+        ):
+            status, body = _post(f"{url}/v1/completions", {"prompt": [1]}, X_data_parallel_rank=rank)
+            assert (status, body["error"]["param"]) == (400, "data_parallel_rank")
+            assert why in body["error"]["message"]
+        before = {row["engine"]: row["pid"] for row in _get(f"{admin}/admin/engines")["engines"]}
+        assert main(["fleet", "restart", admin, "--engine", "1"]) == 0
+        after = {row["engine"]: row["pid"] for row in _get(f"{admin}/admin/engines")["engines"]}
+        assert (after[0], after[1] == before[1]) == (before[0], False)
+        assert _post(f"{admin}/scale_elastic_ep", {"new_data_parallel_size": 1}) == (
+            200,
+            {"message": "Scaled to 1 data parallel engines"},
+        )
+        assert _post(f"{admin}/is_scaling_elastic_ep", {}) == (200, {"is_scaling_elastic_ep": False})
+        assert _post(f"{admin}/scale_elastic_ep", {"new_data_parallel_size": 0})[0] == 400
+        assert main(["fleet", "scale", admin, "--size", "2"]) == 0
+        capsys.readouterr()
+        assert main(["fleet", "status", admin]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        assert [row.split()[:3] for row in rows[1:]] == [["0", "up", "0"], ["1", "up", "0"]]
+        assert main(["fleet", "restart", admin, "--engine", "5"]) == 2
+        assert _post(f"{admin}/admin/engines/0/drain?mode=later", {})[0] == 400
+        assert _post(f"{admin}/admin/engines/0/drain?timeout_s=-1", {})[0] == 400
+    assert main(["fleet", "status", "http://127.0.0.1:1"]) == 2
+    assert main(["fleet", "status", "somewhere"]) == 2
+    assert main(["fleet", "scale", admin]) == 2
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ What an engine evicted otherwise is not known here; an error costs time, never a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
@@ -46,12 +46,12 @@ class PrefixDirectory:
     """The prefixes of each engine. Single-threaded."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, dict[BlockHash, None]] = {}
+        self._blocks: dict[int, OrderedDict[BlockHash, None]] = {}
         self._limits: dict[int, int] = {}
 
     def open(self, engine: int, num_blocks: int | None = None) -> None:
         """Begins with an empty cache of an engine that has so many blocks: it is new, or was started again."""
-        self._blocks[engine] = {}
+        self._blocks[engine] = OrderedDict()
         self._limits[engine] = num_blocks or DEFAULT_NUM_BLOCKS
 
     def close(self, engine: int) -> None:
@@ -76,10 +76,10 @@ class PrefixDirectory:
         if known is None:
             return
         for block in hashes:
-            known.pop(block, None)
             known[block] = None
-        for block in list(known)[: max(0, len(known) - self._limits[engine])]:
-            del known[block]
+            known.move_to_end(block)
+        for _ in range(len(known) - self._limits[engine]):
+            known.popitem(last=False)
 
 
 MAX_SESSIONS = 4096
