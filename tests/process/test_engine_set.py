@@ -20,7 +20,9 @@ from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
 from quire.sampling_params import SamplingParams
 from quire.testing.history import History
+from quire.testing.metrics_audit import read_exposition
 
+from .api_clients import Stream, client_of, clients_of_each, closing_clients
 from .harness import Engine, FakeLoad, fake_args, read, running
 from .serving import serving
 
@@ -192,6 +194,30 @@ def test_the_routes_and_commands_of_an_operator(capsys: pytest.CaptureFixture[st
     assert main(["fleet", "status", "http://127.0.0.1:1"]) == 2
     assert main(["fleet", "status", "somewhere"]) == 2
     assert main(["fleet", "scale", admin]) == 2
+
+
+def test_streams_of_several_api_processes_move_to_the_other_engine() -> None:
+    flags = ("--data-parallel-size", "2", "--api-server-count", "2", "--enable-admin", "--admin-port", "0")
+    with serving(*flags, executor="Leisurely") as server, closing_clients():
+        streams = [
+            Stream(client_of(server, pid), [100 + 10 * index + i], 1000)
+            for index, pid in enumerate(server.api_pids())
+            for i in range(4)
+        ]
+        for stream in streams:
+            stream.read(3)
+        os.kill(server.core_pids()[0], signal.SIGKILL)
+        for stream in streams:
+            stream.read(3)
+        assert all(client.ask("GET", "/health/ready")[0] == 200 for client in clients_of_each(server).values())
+        with server.pace.hurried():
+            for stream in streams:
+                assert stream.read() == stream.expected
+        text = client_of(server, server.api_pids()[0]).begin("GET", "/metrics").read().decode()
+        assert read_exposition(text).value("vllm:engine_moves") == 4
+        assert server.admin_url is not None
+        status, body = _post(f"{server.admin_url}/scale_elastic_ep", {"new_data_parallel_size": 3})
+        assert (status, "without --api-server-count" in body["error"]["message"]) == (400, True)
 
 
 @pytest.mark.slow

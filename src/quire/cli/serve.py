@@ -21,7 +21,6 @@ from quire.config.flags import flags_of
 from quire.config.lora import parse_lora_module
 from quire.config.server import ServerConfig, read_api_keys
 from quire.config.vllm_flags import settle_vllm_flags
-from quire.errors import ConfigError
 from quire.logger import init_logger, use_format
 from quire.resolve import resolve
 
@@ -79,7 +78,6 @@ def run(args: Arguments) -> int:
             parse_lora_module(module)  # an item that is none is reported before anything is loaded
         defaults["enable_lora"] = True
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
-    check_fleet(config, engine_config)
     listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
     on_ready = partial(_log_ready, config, engine_config.model_config.names[0], listeners, start)
     if not keys and is_open_to_others(listeners.url):
@@ -99,16 +97,6 @@ def run(args: Arguments) -> int:
         listeners.close()
     logger.info("quire: ended")
     return 0
-
-
-def check_fleet(config: ServerConfig, engine_config: EngineConfig) -> None:
-    """Raises ConfigError for several API processes in front of several engines."""
-    num_engines = engine_config.parallel_config.num_local_engines
-    if config.api_server_count > 1 and num_engines > 1:
-        raise ConfigError(
-            f"--api-server-count {config.api_server_count} with --data-parallel-size {num_engines} is not supported "
-            "yet: several engines have one API process; leave one of the two out"
-        )
 
 
 def _serve_alone(

@@ -20,8 +20,11 @@ CLIENTS: dict[tuple[bool, bool], str] = {
     (True, False): "quire.frontend.client.inproc:AsyncInprocClient",
 }
 """(for asyncio, core in a process of its own) to the client."""
-BALANCING_CLIENT = "quire.frontend.client.dp:DPLBAsyncMPClient"
-"""Client for asyncio of several engines."""
+BALANCING_CLIENTS = {
+    False: "quire.frontend.client.dp:DPLBAsyncMPClient",
+    True: "quire.frontend.client.dp:DPAsyncMPClient",
+}
+"""Client for asyncio of several engines, by whether another process has started them."""
 
 
 class _CoreClient(ABC):
@@ -167,7 +170,8 @@ def _make_client(
             f"--data-parallel-size {num_engines}: several engines need processes of their own; unset "
             f"{envs.ENABLE_MULTIPROCESSING.name}"
         )
-    make = resolve(BALANCING_CLIENT if num_engines > 1 and for_asyncio else CLIENTS[for_asyncio, multiprocess])
+    is_balanced = num_engines > 1 and for_asyncio
+    make = resolve(BALANCING_CLIENTS[addresses is not None] if is_balanced else CLIENTS[for_asyncio, multiprocess])
     if multiprocess:
         return make(config, log_stats=log_stats, client_addresses=addresses, meanwhile=meanwhile)
     if addresses is not None:

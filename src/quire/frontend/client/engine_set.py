@@ -236,6 +236,11 @@ class EngineSet:
         if member is None:
             return
         member.link.on_death(death)
+        self.follow_death(index, death)
+
+    def follow_death(self, index: int, death: CoreDeath) -> None:
+        """Moves the requests of an engine whose link has taken in its death, but for the suspects."""
+        member = self._members[index]
         if member.down_since is None:
             member.down_since = self._clock()
         self.router.close_engine(index)

@@ -34,6 +34,8 @@ logger = init_logger(__name__)
 
 MESSAGES_PER_TURN = 64
 """Messages of the core taken in before commands are looked at again."""
+MAX_WAIT_S = 10.0
+"""Longest wait of an attached client for further engines, once one is ready."""
 _LOOK_INTERVAL_MS = 250
 """Interval at which an attached client checks that its core is still connected."""
 
@@ -286,12 +288,13 @@ class LinkThread(threading.Thread):
 class AttachedLinkThread(LinkThread):
     """The thread of a client whose core another process supervises: it learns of a death from the connection only.
 
-    If no core is there for `patience_s`, none is expected any more.
+    If no core is there for `patience_s`, none is expected any more. With several engines a lost connection does not
+    tell which one: then only the process that supervises them does.
     """
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineLink | EngineSet,
         input_socket: zmq.Socket[Any],
         output_socket: zmq.Socket[Any],
         sink: OutputSink,
@@ -299,6 +302,8 @@ class AttachedLinkThread(LinkThread):
     ) -> None:
         super().__init__(link, input_socket, output_socket, sink)
         self.patience_s = patience_s
+        self._ready_since: float | None = None
+        """Time since which one of several engines has been ready."""
         self._monitor = input_socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         self._connections: set[int] = set()
         self._down_since: float | None = None
@@ -316,11 +321,12 @@ class AttachedLinkThread(LinkThread):
             else:
                 self._connections.discard(event["value"])
                 any_lost = True
-        if any_lost and not self._connections:
+        if any_lost and not self._connections and len(self.links.links) == 1:
             self._lose_core("has disconnected")
 
     def _take_turn(self) -> int | None:
         self._follow_connections()
+        self._begin_with_some()
         if self.links.state is not LinkState.DOWN:
             self._down_since = None
             return _LOOK_INTERVAL_MS
@@ -331,6 +337,16 @@ class AttachedLinkThread(LinkThread):
             self._flush()
         return _LOOK_INTERVAL_MS
 
+    def _begin_with_some(self) -> None:
+        """Begins although an engine is not ready: this process may have been started while that one was restarted."""
+        if self.started.done() or self.links.state is LinkState.DOWN:
+            return
+        now = time.monotonic()
+        self._ready_since = self._ready_since or now
+        if now - self._ready_since > MAX_WAIT_S:
+            responses = [link.ready_response for link in self.links.links.values()]
+            self.started.set_result(merge_ready(filter(None, responses)))
+
     def _close(self) -> None:
         self._input.disable_monitor()
         self._monitor.close(linger=0)
@@ -340,5 +356,5 @@ class AttachedLinkThread(LinkThread):
         self._lose_core("said that it is dead")
 
     def _lose_core(self, how: str) -> None:
-        if self.link.state is not LinkState.DOWN:
+        if len(self.links.links) == 1 and self.link.state is not LinkState.DOWN:
             self.report_death(CoreDeath("lost", how, None))

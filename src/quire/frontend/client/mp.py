@@ -137,11 +137,11 @@ class MPClient(ABC):
         client_count: int = 1,
         directory: SocketDirectory | None = None,
         meanwhile: Callable[[], object] | None = None,
-        link: EngineLink | None = None,
+        engines: EngineSet | None = None,
     ) -> None:
         """`meanwhile` is called once while the core starts; what it raises ends the start. `directory` is where the
-        sockets of a new core are to be, this client's from now on; None for one of its own. `link` is our side of the
-        protocol with a new core; None for that of a client with requests."""
+        sockets of a new core are to be, this client's from now on; None for one of its own. `engines` is our side of
+        the protocol with new cores; None for that of a client with requests."""
         self.resources = BackgroundResources()
         self.resources.directory = directory
         self._encoder = MsgpackEncoder()
@@ -150,9 +150,9 @@ class MPClient(ABC):
         sink = self._make_sink()
         try:
             if client_addresses is None:
-                self._link_thread = self._launch(config, sink, log_stats, client_count, link)
+                self._link_thread = self._launch(config, sink, log_stats, client_count, engines)
             else:
-                self._link_thread = self._attach(client_addresses, sink)
+                self._link_thread = self._attach(config, client_addresses, sink)
             self.resources.link_thread = self._link_thread
             self._link_thread.start()
             for supervisor in self.resources.supervisors.values():
@@ -180,7 +180,7 @@ class MPClient(ABC):
     # -- start ----------------------------------------------------------------------------------------------------
 
     def _launch(
-        self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int, link: EngineLink | None
+        self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int, engines: EngineSet | None
     ) -> LinkThread:
         """Binds all sockets, and makes the supervisors that will start the cores."""
         resources = self.resources
@@ -188,26 +188,23 @@ class MPClient(ABC):
         resources.launcher = launcher = EngineLauncher(
             config, resources.context, directory, log_stats=log_stats, client_count=client_count
         )
-        if link is None:
-            link = EngineLink(is_shared=client_count > 1, is_owner=True)
-        parallel = config.parallel_config
-        links = [link, *(EngineLink() for _ in range(1, parallel.num_local_engines))]
-        router = Router(ROUTING_POLICIES[parallel.routing_policy]())
-        engines = EngineSet(links, router=router, reroute=parallel.reroute, clock=time.monotonic)
+        if engines is None:
+            engines = make_engine_set(config, lambda: EngineLink(is_shared=client_count > 1, is_owner=True))
         thread = LinkThread(engines, launcher.input_socket, launcher.output_socket, sink)
-        for engine in range(len(links)):
+        for engine in engines.links:
             resources.supervisors[engine] = launcher.make_supervisor(engine, thread)
         thread.on_gone = resources.stop_supervisors
         return thread
 
-    def _attach(self, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
-        """Binds the sockets that the core has orders to connect to."""
+    def _attach(self, config: EngineConfig, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
+        """Binds the sockets that the cores have orders to connect to."""
         context = self.resources.context
         input_socket = make_zmq_socket(context, addresses.input_address, zmq.ROUTER, bind=True)
         output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
         index = addresses.client_index
         if addresses.is_judged:  # its owner reports the end of the core; until then others' suspects may be tried
-            return AttachedLinkThread(MemberLink(index), input_socket, output_socket, sink, math.inf)
+            engines = make_engine_set(config, lambda: MemberLink(index))
+            return AttachedLinkThread(engines, input_socket, output_socket, sink, math.inf)
         link = EngineLink(index, is_shared=True)
         return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
 
@@ -306,9 +303,9 @@ class MPClient(ABC):
         thread.post(lambda: thread.add_request(request, frames))
 
     @property
-    def link(self) -> EngineLink:
+    def engines(self) -> EngineSet:
         """Our side of the protocol. It belongs to a thread: `ask_link`."""
-        return self._link_thread.link
+        return self._link_thread.links
 
     def ask_link(self, command: Callable[[], T]) -> Future[T]:
         """Makes the thread that owns the links call `command`, which must not raise. Returns a future of its result."""
@@ -321,10 +318,11 @@ class MPClient(ABC):
         self._link_thread.post(run)
         return future
 
-    def note_gone(self, reason: str) -> None:
-        """Handles the supervising process's report that there will be no core any more. From any thread."""
+    def note_gone(self, reason: str, engine: int | None = None) -> None:
+        """Handles the supervising process's report that there will be no core of an engine, or of any, any more. From
+        any thread."""
         thread = self._link_thread
-        thread.post(lambda: thread.fail(EngineDeadError(reason)))
+        thread.post(lambda: thread.fail(EngineDeadError(reason), engine))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Aborts requests. Does nothing if there is no engine any more."""
@@ -359,6 +357,14 @@ class MPClient(ABC):
             raise ServerError("this engine belongs to the process that made it, not to a fork of it; make one here")
         if self.engine_dead:
             raise EngineDeadError(self._link_thread.links.gone_reason or "the engine has been shut down")
+
+
+def make_engine_set(config: EngineConfig, make_link: Callable[[], EngineLink]) -> EngineSet:
+    """Returns the set of the engines that a configuration asks for."""
+    parallel = config.parallel_config
+    router = Router(ROUTING_POLICIES[parallel.routing_policy]())
+    links = [make_link() for _ in range(parallel.num_local_engines)]
+    return EngineSet(links, router=router, reroute=parallel.reroute, clock=time.monotonic)
 
 
 class SyncMPClient(MPClient, EngineCoreClient):  # type: ignore[override]  # ready_response is read-only

@@ -12,7 +12,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from quire.errors import ClientError, ValidationError
-from quire.frontend.client.dp import DPLBAsyncMPClient, DrainMode
+from quire.frontend.client.dp import DPAsyncMPClient, DPLBAsyncMPClient, DrainMode
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader, RequestBody
 from quire.frontend.http.endpoint import Endpoint, Exchange, Handler, QueryParameter, json_response
@@ -83,7 +83,7 @@ def _engine(exchange: Exchange) -> int:
 async def health_engines(exchange: Exchange) -> Response:
     """Returns the state of each engine: up, restoring, down (being started) or gone; and how many are up."""
     core = exchange.state.engine.engine_core
-    if isinstance(core, DPLBAsyncMPClient):
+    if isinstance(core, DPAsyncMPClient):
         states = {status.engine: status.state for status in core.list_engines()}
     else:
         states = {0: "up" if core.is_ready else "gone" if core.engine_dead else "down"}
