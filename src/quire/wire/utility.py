@@ -17,9 +17,9 @@ from quire.wire.lora import AdapterInfo, RegisteredAdapter
 from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
 
-Joining = Literal["equal", "first", "all", "sum", "concatenation"]
-"""Rule by which the answers of several engines to one call become one: they must be equal; the first one counts; True
-if all are; counts are added; lists are joined."""
+Joining = Literal["equal", "first", "all", "sum", "concatenation", "snapshot"]
+"""Rule by which the answers of several engines to one call become one: they must be equal; that of the first engine
+counts; True if all are; counts are added; lists are joined; snapshots become one."""
 
 
 class UtilitySpec(NamedTuple):
@@ -79,7 +79,7 @@ UTILITIES: dict[str, UtilitySpec] = {
     "get_dropped_messages": _get("get_dropped_messages", dict[str, int], joining="sum"),
     "admit_clients": UtilitySpec("admit_clients", is_repeatable=True),
     "get_trace": _get("get_trace", TraceWindow, (float,), joining="first"),
-    "get_snapshot": _get("scheduler.make_snapshot", EngineSnapshot, joining="first"),
+    "get_snapshot": _get("scheduler.make_snapshot", EngineSnapshot, joining="snapshot"),
 }
 
 

@@ -288,8 +288,8 @@ class LinkThread(threading.Thread):
 class AttachedLinkThread(LinkThread):
     """The thread of a client whose core another process supervises: it learns of a death from the connection only.
 
-    If no core is there for `patience_s`, none is expected any more. With several engines a lost connection does not
-    tell which one: then only the process that supervises them does.
+    If no core is there for `patience_s`, none is expected any more. With several engines a lost connection may be that
+    of any: then only the process that supervises them reports a death.
     """
 
     def __init__(

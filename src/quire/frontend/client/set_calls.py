@@ -16,6 +16,7 @@ import msgspec
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer
 from quire.wire.engine_core import UtilityOutput
+from quire.wire.stats import join_snapshots
 from quire.wire.utility import UTILITIES, convert_result
 
 
@@ -38,7 +39,7 @@ class SetCall:
     @property
     def is_done(self) -> bool:
         """True once there is a joint answer."""
-        return not self.waits_for or (self._joining == "first" and bool(self._outputs))
+        return not self.waits_for
 
     def make_answer(self) -> UtilityOutput | EngineDeadError:
         """Returns the joint answer. The failure of one engine is the failure of the call."""
@@ -60,6 +61,10 @@ class SetCall:
                 return UtilityOutput(self.call_id, result=all(results))
             case "sum":
                 return UtilityOutput(self.call_id, result=dict(sum(map(Counter, results), Counter())))
+            case "snapshot":
+                return UtilityOutput(
+                    self.call_id, result=msgspec.to_builtins(join_snapshots(results), builtin_types=(bytes,))
+                )
             case "concatenation":
                 return UtilityOutput(self.call_id, result=[item for result in results for item in result])
             case "equal" if any(result != results[0] for result in results):

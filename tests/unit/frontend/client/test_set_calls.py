@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.set_calls import SetCalls
 from quire.wire.engine_core import UtilityOutput
+from quire.wire.stats import BlockMap, EngineSnapshot, RequestSnapshot
+from quire.wire.utility import convert_result
 
 
 def join(method: str, *results: Any) -> UtilityOutput | EngineDeadError:
@@ -87,12 +91,27 @@ def test_an_engine_that_goes_is_not_waited_for() -> None:
     assert list(calls.take_answers(1, [Answer(5, UtilityOutput(5))])) == []
 
 
-def test_the_first_answer_ends_a_call_that_needs_one() -> None:
-    calls = SetCalls()
-    call = calls.begin("get_snapshot", ())
-    for engine in (0, 1):
-        calls.note_sent(call, engine, 5)
-    ((_, output),) = calls.take_answers(1, [Answer(5, UtilityOutput(5, result="mine"))])
+def test_snapshots_become_one() -> None:
+    def snapshot(name: str, num_touched: int, stride: int) -> EngineSnapshot:
+        listed = bytes(range(1, 1 + -(-num_touched // stride)))
+        blocks = BlockMap(16, 10, 4, num_touched, stride, listed, listed)
+        request = RequestSnapshot(name, name, "running", 3, 4, 4, block_ids=array("I", [2, 5]).tobytes())
+        return EngineSnapshot(1.0, 2.0, 0, 1, 2, 8, 100, blocks, [request])
+
+    results = [
+        msgspec.to_builtins(snapshot(name, *size), builtin_types=(bytes,)) for name, *size in (("a", 8, 2), ("b", 8, 4))
+    ]
+    output = join("get_snapshot", *results)
     assert isinstance(output, UtilityOutput)
-    assert output.result == "mine"
-    assert list(calls.take_answers(0, [Answer(5, UtilityOutput(5))])) == []
+    joint = convert_result("get_snapshot", output.result)
+    blocks = joint.blocks
+    assert (blocks.num_blocks, blocks.num_free, blocks.num_cached, blocks.num_touched, blocks.stride) == (
+        32,
+        20,
+        8,
+        24,
+        4,
+    )
+    assert blocks.references == bytes([1, 3, 0, 0, 1, 2])
+    assert (joint.num_running, joint.num_waiting, joint.max_num_seqs) == (2, 4, 16)
+    assert [list(array("I", request.block_ids)) for request in joint.requests] == [[2, 5], [18, 21]]
