@@ -214,7 +214,7 @@ def test_streams_of_several_api_processes_move_to_the_other_engine() -> None:
             for stream in streams:
                 assert stream.read() == stream.expected
         text = client_of(server, server.api_pids()[0]).begin("GET", "/metrics").read().decode()
-        assert read_exposition(text).value("vllm:engine_moves") == 4
+        assert read_exposition(text).value("quire_engine_moves") == 4
         assert server.admin_url is not None
         status, body = _post(f"{server.admin_url}/scale_elastic_ep", {"new_data_parallel_size": 3})
         assert (status, "without --api-server-count" in body["error"]["message"]) == (400, True)

@@ -91,8 +91,8 @@ class ParallelConfig:
     )
     reroute: Literal["auto", "wait", "never"] = flag(
         "auto",
-        "Requests of an engine that dies: auto moves them to another one at once where that is quicker than to wait "
-        "for the restart, wait moves them only if it cannot be restarted, never fails them then.",
+        "Requests of an engine that dies: move at once where that is quicker than a restart; wait for it, and move if "
+        "there is none; never move.",
         choices=("auto", "wait", "never"),
     )
     headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")

@@ -13,7 +13,6 @@ from quire.frontend.metrics.catalog.spec import (
     LORA,
     QUIRE,
     SPEC_DECODE,
-    VLLM,
     InfoSpec,
     MetricSpec,
     Sample,
@@ -48,7 +47,6 @@ UNUSED_REASONS = (
 )
 LOAD_OUTCOMES = ("loaded", "failed")
 ADAPTER_STATES = ("cold", "loading", "ready", "failed")
-of_engines = partial(of_ledger, prefix=VLLM)
 of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
 
 
@@ -186,31 +184,31 @@ LEDGER: tuple[MetricSpec, ...] = (
         help="1 if a request would be worked on now; 0 while the engine core is being started again.",
         value=lambda facts: float(facts.is_core_ready),
     ),
-    of_engines(
+    of_ledger(
         name="engines_up",
         kind="gauge",
         help="Engines that would work on a request now.",
         value=lambda facts: float(facts.num_engines_up),
     ),
-    of_engines(
+    of_ledger(
         name="engine_moves",
         help="Requests that went on at another engine, by the engine they left and the reason.",
         labels=("engine", "reason"),
         samples=lambda facts: _split(facts.core_counts, "moves."),
     ),
-    of_engines(
+    of_ledger(
         name="engine_moved_tokens_recomputed",
         help="Tokens of moved requests that the other engine computed again.",
         value=lambda facts: facts.core_counts.get("moved_tokens", 0),
     ),
-    of_engines(
+    of_ledger(
         name="router_decisions",
         help="Choices of an engine for a request, by reason.",
         labels=("why",),
         known=each(REASONS),
         samples=lambda facts: _split(facts.core_counts, "routed."),
     ),
-    of_engines(
+    of_ledger(
         name="router_expected_cached_tokens",
         help="Tokens of placed requests that the router expected in the engine's prefix cache.",
         value=lambda facts: facts.core_counts.get("expected_cached_tokens", 0),

@@ -21,6 +21,7 @@ from quire.frontend.http.errors import HttpError
 MODES = ("move", "wait")
 DEFAULT_TIMEOUT_S = 120.0
 MAX_TIMEOUT_S = 86400.0
+MAX_DIGITS = 6
 NumEngines = Annotated[int, Meta(ge=1, le=1024)]
 Seconds = Annotated[int, Meta(ge=1, le=86400)]
 
@@ -77,7 +78,10 @@ def _timeout_s(exchange: Exchange) -> float:
 
 
 def _engine(exchange: Exchange) -> int:
-    return int(exchange.request.path_params["engine"])
+    text = str(exchange.request.path_params["engine"])
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise ValidationError(f"an engine is named by its number, got {text[:60]!r}", param="engine")
+    return int(text)
 
 
 async def health_engines(exchange: Exchange) -> Response:
@@ -161,13 +165,13 @@ def _row(path: str, handler: Handler, method: str = "POST", *query: QueryParamet
 
 
 ENDPOINTS = (
-    Endpoint(path="/health/engines", handler=health_engines, access=Access.OPEN, methods=("GET",)),
+    Endpoint(path="/health/engines", handler=health_engines, access=Access.OPEN, methods=("GET",), is_polled=True),
     _row("/admin/engines", list_engines, "GET"),
     _row("/admin/engines/restart", restart_engines, "POST", MODE, TIMEOUT_S),
-    _row("/admin/engines/{engine:int}/drain", drain_engine, "POST", MODE, TIMEOUT_S),
-    _row("/admin/engines/{engine:int}/resume", resume_engine),
-    _row("/admin/engines/{engine:int}/restart", restart_engine, "POST", MODE, TIMEOUT_S),
-    _row("/admin/engines/{engine:int}/remove", remove_engine),
+    _row("/admin/engines/{engine}/drain", drain_engine, "POST", MODE, TIMEOUT_S),
+    _row("/admin/engines/{engine}/resume", resume_engine),
+    _row("/admin/engines/{engine}/restart", restart_engine, "POST", MODE, TIMEOUT_S),
+    _row("/admin/engines/{engine}/remove", remove_engine),
     _row("/scale_elastic_ep", scale, "POST", body=True),
     _row("/is_scaling_elastic_ep", is_scaling),
 )
