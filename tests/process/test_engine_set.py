@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from quire.cli.main import main
-from quire.errors import ClientError, NotFoundError, ValidationError
+from quire.errors import ClientError, GenerationError, NotFoundError, ServerError, ValidationError
 from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
 from quire.sampling_params import SamplingParams
+from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.history import History
 from quire.testing.metrics_audit import read_exposition
 
 from .api_clients import Stream, client_of, clients_of_each, closing_clients
-from .harness import Engine, FakeLoad, fake_args, read, running
+from .harness import FAKE_MODEL_LEN, Engine, FakeLoad, fake_args, read, running
 from .serving import serving
 
 NUM_STREAMS = 64
@@ -116,6 +117,50 @@ def test_a_roll_and_another_size_under_load() -> None:
     assert counts["deaths"] == 0
     assert counts["moves.0.drain"] > 0
     assert counts["moves.2.drain"] > 0
+
+
+def test_an_engine_that_cannot_start_leaves_the_others_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(client: DPLBAsyncMPClient) -> None:
+        monkeypatch.setenv("QUIRE_FAILPOINTS", "core.start=exit(3)")
+        with pytest.raises(ServerError, match="engine 2 could not be started: the engine core exited with code 3"):
+            await client.scale(3)
+        assert not client.is_scaling
+        monkeypatch.delenv("QUIRE_FAILPOINTS")
+        assert [(status.engine, status.state) for status in client.list_engines()] == [(0, "up"), (1, "up")]
+        await client.scale(3)
+        assert client.num_engines_up == 3
+
+    asyncio.run(_read_while(work, num_streams=8))
+
+
+def test_a_request_that_kills_its_engine_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=segv,key=poison")
+
+    async def run() -> None:
+        async with running(fake_args(data_parallel_size=2)) as engine:
+            client, params = dp_client(engine), SamplingParams(max_tokens=200, ignore_eos=True)
+            prompts = {f"r{i}": [i, *range(20)] for i in range(16)}
+            history = History()
+            readers = [
+                asyncio.create_task(read(engine, history, name, {"prompt_token_ids": prompt}, params))
+                for name, prompt in prompts.items()
+            ]
+            await wait_for(lambda: history.num_tokens > 100)
+            with pytest.raises(GenerationError, match="was in the last step of an engine core that failed"):
+                async for _ in engine.llm.generate({"prompt_token_ids": [1]}, params, "poison"):
+                    pass
+            await asyncio.gather(*readers)
+            expected = {
+                (name, 0): list(expected_output(FakeModel(), prompt, params, FAKE_MODEL_LEN).token_ids)
+                for name, prompt in prompts.items()
+            }
+            assert history.problems() == []
+            assert history.token_differences(expected) == []
+            restarts = sorted(sum(status.restarts.values()) for status in client.list_engines())
+            assert restarts[0] == 0, "one engine has not noticed"
+            assert restarts[1] in (1, 2)
+
+    asyncio.run(run())
 
 
 def test_operations_that_are_refused() -> None:
