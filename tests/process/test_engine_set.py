@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from quire import LLM
 from quire.cli.main import main
-from quire.errors import ClientError, GenerationError, NotFoundError, ServerError, ValidationError
+from quire.errors import ClientError, ConfigError, GenerationError, NotFoundError, ServerError, ValidationError
 from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
+from quire.frontend.client.mp import SyncMPClient
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.history import History
@@ -161,6 +163,28 @@ def test_a_request_that_kills_its_engine_reaches_no_other(monkeypatch: pytest.Mo
             assert restarts[1] in (1, 2)
 
     asyncio.run(run())
+
+
+def test_a_program_with_several_engines() -> None:
+    llm = LLM(**fake_args(data_parallel_size=2).non_default)
+    try:
+        client, params = llm.llm_engine.engine_core, SamplingParams(max_tokens=60, ignore_eos=True)
+        assert isinstance(client, SyncMPClient)
+        prompts = [[i, *range(30)] for i in range(12)]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = expected_output(FakeModel(), prompt, params, FAKE_MODEL_LEN)
+            assert output.outputs[0].token_ids == list(expected.token_ids)
+        assert all(client.engines.router._directory._blocks[engine] for engine in (0, 1)), "both had some"
+        assert llm.collective_rpc("echo", args=(1,)) == [[1], [1]]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_several_engines_need_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
+    with pytest.raises(ConfigError, match="--data-parallel-size 2: several engines need processes of their own"):
+        LLM(**fake_args(data_parallel_size=2).non_default)
 
 
 def test_operations_that_are_refused() -> None:

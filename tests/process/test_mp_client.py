@@ -203,7 +203,7 @@ def test_what_the_client_owns(start: Clients) -> None:
     assert resources.directory is not None
     path = resources.directory.path
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert {file.name for file in path.iterdir() if file.is_socket()} == {"input-0", "output-0", "handshake"}
+    assert {file.name for file in path.iterdir() if file.is_socket()} == {"input-0", "output-0", "handshake-0-0"}
     assert [file.name for file in path.glob("heartbeat*")] == ["heartbeat-0-0"]
 
 

@@ -63,6 +63,7 @@ class EngineLauncher:
     def make_supervisor(self, engine: int, thread: LinkThread) -> CoreSupervisor:
         """Returns the supervisor of an engine, not started. It reports to `thread`."""
         config = self._pinned
+        first = self._incarnations.get(engine, 0)  # the sockets of a removed engine may close later than it ends
         launch = CoreLaunch(
             self._addresses,
             encode_config(config),
@@ -81,13 +82,13 @@ class EngineLauncher:
         return CoreSupervisor(
             launch,
             config.lifecycle_config,
-            self._bind(f"handshake-{engine}", zmq.ROUTER),
+            self._bind(f"handshake-{engine}-{first}", zmq.ROUTER),
             self._directory.path,
             on_death=lambda death: thread.post(lambda: thread.report_death(death, engine)),
             on_gone=lambda error: thread.post(lambda: thread.fail(error, engine)),
             was_connected=lambda incarnation: thread.was_connected(incarnation, engine),
             has_live_requests=is_needed,
-            first_incarnation=self._incarnations.get(engine, 0),
+            first_incarnation=first,
         )
 
     def note_removed(self, engine: int, supervisor: CoreSupervisor) -> None:
