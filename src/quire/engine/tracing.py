@@ -296,21 +296,23 @@ def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> tuple[list[Sche
     return observers, traces
 
 
-def of_incarnation(config: EngineConfig, incarnation: int) -> EngineConfig:
+def of_incarnation(config: EngineConfig, incarnation: int, engine_index: int = 0) -> EngineConfig:
     """Returns the configuration of a core that was started `incarnation` times before.
 
-    It writes files of its own, FILE.1, FILE.2, ..., and leaves those of the cores before it as they are.
+    It writes files of its own, FILE.1, FILE.2, ..., and leaves those of the cores before it as they are. Engines beside
+    the first one write FILE.engine1, FILE.engine1.1, ...
     """
     observability = config.observability_config
-    if not incarnation or (observability.record is None and observability.trace_file is None):
+    suffix = (f".engine{engine_index}" if engine_index else "") + (f".{incarnation}" if incarnation else "")
+    if not suffix or (observability.record is None and observability.trace_file is None):
         return config
     observability = dataclasses.replace(
         observability,
-        record=_add_number(observability.record, incarnation),
-        trace_file=_add_number(observability.trace_file, incarnation),
+        record=_add_suffix(observability.record, suffix),
+        trace_file=_add_suffix(observability.trace_file, suffix),
     )
     return dataclasses.replace(config, observability_config=observability)
 
 
-def _add_number(path: str | None, number: int) -> str | None:
-    return None if path is None else f"{path}.{number}"
+def _add_suffix(path: str | None, suffix: str) -> str | None:
+    return None if path is None else f"{path}{suffix}"
