@@ -181,6 +181,30 @@ def test_a_program_with_several_engines() -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("fields", "engines"),
+    [
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2}, [2, 3]),
+        ({"data_parallel_size": 3, "data_parallel_rank": 2}, [2]),
+    ],
+    ids=["hybrid", "external"],
+)
+def test_a_server_with_a_part_of_the_engines(fields: dict[str, int], engines: list[int]) -> None:
+    async def run() -> None:
+        async with running(fake_args(**fields)) as engine:
+            client = dp_client(engine)
+            assert [status.engine for status in client.list_engines()] == engines
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            outputs = [output async for output in engine.llm.generate({"prompt_token_ids": [1]}, params, "r")]
+            assert len(outputs[-1].outputs[0].token_ids) == 20
+            with pytest.raises(ValidationError, match="must name an engine of this server"):
+                await engine.llm.add_request("s", {"prompt_token_ids": [1]}, params, data_parallel_rank=0)
+            with pytest.raises(ClientError, match="a part of the engines"):
+                await client.scale(3)
+
+    asyncio.run(run())
+
+
 def test_several_engines_need_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
     with pytest.raises(ConfigError, match="--data-parallel-size 2: several engines need processes of their own"):

@@ -278,7 +278,6 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 """Combinations that mean nothing: a test and the message, with `c` for the configuration."""
 
 _ONE_WORKER = "one worker computes the whole model; choose a smaller type with --quantization if it does not fit"
-_ONE_ENGINE = "a server has one engine; put several servers behind a load balancer"
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
     (lambda c: c.tensor_parallel_size > 1, "--tensor-parallel-size {c.tensor_parallel_size}", _ONE_WORKER),
     (lambda c: c.pipeline_parallel_size > 1, "--pipeline-parallel-size {c.pipeline_parallel_size}", _ONE_WORKER),
@@ -293,11 +292,17 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "use mp, the default",
     ),
     (lambda c: c.nnodes > 1, "--nnodes {c.nnodes}", "the workers of an engine are on one machine"),
-    (lambda c: c.data_parallel_rank is not None, "--data-parallel-rank {c.data_parallel_rank}", _ONE_ENGINE),
-    (lambda c: _num_modes(c) > 0 or c.is_hybrid, "a server per machine or per engine", _ONE_ENGINE),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb,
+        "--data-parallel-multi-port-external-lb",
+        "start a server per engine yourself, each with --data-parallel-rank and a --port of its own",
+    ),
     (lambda c: c.headless, "--headless", "an engine runs on the machine of its server"),
-    (lambda c: c.num_local_engines != c.data_parallel_size, "--data-parallel-size-local", "engines are on one machine"),
-    (lambda c: c.data_parallel_start_rank is not None, "--data-parallel-start-rank", "engines are on one machine"),
+    (
+        lambda c: c.num_local_engines != c.data_parallel_size and not (c.is_external or c.is_hybrid),
+        "--data-parallel-size-local {c.num_local_engines} of {c.data_parallel_size}",
+        "a server reaches the engines of its own machine; --data-parallel-hybrid-lb starts one on each",
+    ),
     (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

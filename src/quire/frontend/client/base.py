@@ -24,7 +24,7 @@ BALANCING_CLIENTS = {
     False: "quire.frontend.client.dp:DPLBAsyncMPClient",
     True: "quire.frontend.client.dp:DPAsyncMPClient",
 }
-"""Client for asyncio of several engines, by whether another process has started them."""
+"""Client for asyncio of several engines, by whether another process chooses the engine, or has started them."""
 
 
 class _CoreClient(ABC):
@@ -170,8 +170,11 @@ def _make_client(
             f"--data-parallel-size {num_engines}: several engines need processes of their own; unset "
             f"{envs.ENABLE_MULTIPROCESSING.name}"
         )
-    is_balanced = num_engines > 1 and for_asyncio
-    make = resolve(BALANCING_CLIENTS[addresses is not None] if is_balanced else CLIENTS[for_asyncio, multiprocess])
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 and for_asyncio:
+        make = resolve(BALANCING_CLIENTS[addresses is not None or parallel.is_external])
+    else:
+        make = resolve(CLIENTS[for_asyncio, multiprocess])
     if multiprocess:
         return make(config, log_stats=log_stats, client_addresses=addresses, meanwhile=meanwhile)
     if addresses is not None:

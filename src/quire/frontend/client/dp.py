@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.errors import ClientError, ConfigError, NotFoundError, ServerError, ValidationError
+from quire.errors import ClientError, NotFoundError, ServerError, ValidationError
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.mp import AsyncMPClient
 from quire.logger import init_logger
@@ -144,6 +144,11 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
                 param="new_data_parallel_size",
                 value=num_engines,
             )
+        if self.resources.launcher is None or not self.resources.launcher.may_scale:
+            raise ClientError(
+                "this server has a part of the engines (--data-parallel-hybrid-lb): their number is fixed; start "
+                "another server, or end one"
+            )
         async with self._one_operation():
             self.is_scaling = True
             try:
@@ -164,8 +169,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
 
     async def _add_engine(self, engine: int, timeout_s: float) -> None:
         launcher, links = self.resources.launcher, self._link_thread.links
-        if launcher is None:
-            raise ConfigError("the process that starts the engines changes their number; this one has attached to them")
+        assert launcher is not None  # `scale` has asked
         supervisor = launcher.make_supervisor(engine, self._link_thread)
         link = EngineLink()
         await self._ask(lambda: links.add_engine(engine, link))

@@ -72,8 +72,9 @@ class EngineSet:
         router: Router | None = None,
         reroute: Reroute = "auto",
         clock: Callable[[], float] = lambda: 0.0,
+        first_engine: int = 0,
     ) -> None:
-        """Engine i has `links[i]`. `clock` is only used to learn how long an engine takes to start."""
+        """Engine `first_engine + i` has `links[i]`. `clock` is only used to learn how long an engine takes to start."""
         self.messages: list[tuple[int, Message]] = []
         self.deliveries: list[EngineCoreOutputs] = []
         self.answers: list[Answer] = []
@@ -85,7 +86,7 @@ class EngineSet:
         self._counts: Counter[str] = Counter()
         """Counts of the set itself, and those of links that were removed."""
         self._is_closing = False
-        for index, link in enumerate(links):
+        for index, link in enumerate(links, start=first_engine):
             self._members[index] = _Member(index, link, clock())
 
     # -- the face of a link -------------------------------------------------------------------------------------------

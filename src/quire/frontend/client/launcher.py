@@ -91,6 +91,12 @@ class EngineLauncher:
             first_incarnation=first,
         )
 
+    @property
+    def may_scale(self) -> bool:
+        """True if all engines are those of this client."""
+        parallel = self._config.parallel_config
+        return parallel.num_local_engines == parallel.data_parallel_size
+
     def note_removed(self, engine: int, supervisor: CoreSupervisor) -> None:
         """Records that an engine was removed: if there is one of its index again, its cores have other numbers."""
         self._incarnations[engine] = supervisor.incarnation + 1

@@ -101,9 +101,9 @@ class LinkThread(threading.Thread):
         self.post(lambda: self._futures.__setitem__(self.links.call_utility(method, args), future))
         return future
 
-    def was_connected(self, incarnation: int, engine: int = 0) -> bool:
-        """Returns True if the core of this number has sent its ready frame."""
-        link = self.links.links.get(engine)
+    def was_connected(self, incarnation: int, engine: int | None = None) -> bool:
+        """Returns True if the core of this number, of an engine or the only one, has sent its ready frame."""
+        link = self.link if engine is None else self.links.links.get(engine)
         ready = None if link is None else link.ready_response
         return ready is not None and ready.incarnation == incarnation
 
@@ -278,8 +278,9 @@ class LinkThread(threading.Thread):
         else:
             future.set_result(answer.output.result)
 
-    def report_death(self, death: CoreDeath, engine: int = 0) -> None:
-        """Reports the death of a core to its link. A command."""
+    def report_death(self, death: CoreDeath, engine: int | None = None) -> None:
+        """Reports the death of a core, of an engine or the only one, to its link. A command."""
+        engine = next(iter(self.links.links)) if engine is None else engine
         if len(self.links.links) > 1:
             self._receive_outputs()  # tokens it has sent are not computed again elsewhere
         self.links.on_death(engine, death)

@@ -205,8 +205,8 @@ class MPClient(ABC):
         if addresses.is_judged:  # its owner reports the end of the core; until then others' suspects may be tried
             engines = make_engine_set(config, lambda: MemberLink(index))
             return AttachedLinkThread(engines, input_socket, output_socket, sink, math.inf)
-        link = EngineLink(index, is_shared=True)
-        return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
+        engines = make_engine_set(config, lambda: EngineLink(index, is_shared=True))
+        return AttachedLinkThread(engines, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
 
     def _wait_started(self) -> None:
         """Waits until the cores are ready. Raises what keeps one from that.
@@ -364,7 +364,9 @@ def make_engine_set(config: EngineConfig, make_link: Callable[[], EngineLink]) -
     parallel = config.parallel_config
     router = Router(ROUTING_POLICIES[parallel.routing_policy]())
     links = [make_link() for _ in range(parallel.num_local_engines)]
-    return EngineSet(links, router=router, reroute=parallel.reroute, clock=time.monotonic)
+    return EngineSet(
+        links, router=router, reroute=parallel.reroute, clock=time.monotonic, first_engine=parallel.first_engine
+    )
 
 
 class SyncMPClient(MPClient, EngineCoreClient):  # type: ignore[override]  # ready_response is read-only

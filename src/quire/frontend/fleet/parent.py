@@ -366,6 +366,7 @@ def serve_with_processes(
         )
 
     processes = ApiProcesses(count, make_launch, counts.clear)
+    first = config.parallel_config.first_engine
     owners = [OwnerLink(counts.are_others_busy) for _ in range(config.parallel_config.num_local_engines)]
     log_stats = not config.observability_config.disable_log_stats
     try:
@@ -376,7 +377,7 @@ def serve_with_processes(
                 client_count=count + 1,
                 directory=directory,
                 meanwhile=processes.start,
-                engines=EngineSet(owners, reroute="never"),
+                engines=EngineSet(owners, reroute="never", first_engine=first),
             )
         processes.call_core = client.call_utility_async
         names = config.model_config.names
@@ -388,7 +389,7 @@ def serve_with_processes(
                 CrashAttribution(
                     owner, client.ask_link, processes.ask_all, engine=engine, on_gone=processes.note_core_gone
                 )
-                for engine, owner in enumerate(owners)
+                for engine, owner in enumerate(owners, start=first)
             ],
         )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout

@@ -90,7 +90,8 @@ async def health_engines(exchange: Exchange) -> Response:
     if isinstance(core, DPAsyncMPClient):
         states = {status.engine: status.state for status in core.list_engines()}
     else:
-        states = {0: "up" if core.is_ready else "gone" if core.engine_dead else "down"}
+        state = "up" if core.is_ready else "gone" if core.engine_dead else "down"
+        states = dict.fromkeys(core.engine_responses, state)
     rows = [{"engine": engine, "state": state} for engine, state in sorted(states.items())]
     return json_response({"num_up": sum(state == "up" for state in states.values()), "engines": rows})
 
