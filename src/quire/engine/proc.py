@@ -452,6 +452,8 @@ def _make_core(metadata: EngineHandshakeMetadata, engine_index: int) -> EngineCo
     heartbeat = HeartbeatWriter(page)
     heartbeat.starting()
     config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation, engine_index)
+    if config.parallel_config.data_parallel_size > 1:
+        set_process_title(f"EngineCore_DP{engine_index}")
     if metadata.without_drafts:
         config = dataclasses.replace(config, speculative_config=config.speculative_config.without_drafts())
     executor_class = resolve(config.parallel_config.executor_class)
