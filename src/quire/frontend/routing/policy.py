@@ -125,7 +125,9 @@ class LeastWait(RoutingPolicy):
         least = min(waits[i] for i in allowed)
         margin = min(TIE_S, TIE_SHARE * least)
         tied = [i for i in allowed if waits[i] <= least + margin]
-        best = max(tied, key=lambda i: (request.num_cached[i], -counts[i], _weigh(request.key, loads[i].index)))
+        best = tied[0]
+        if len(tied) > 1:
+            best = max(tied, key=lambda i: (request.num_cached[i], -counts[i], _weigh(request.key, loads[i].index)))
         if min(waits) < least - margin:
             return best, "bound"
         return best, "prefix" if request.num_cached[best] else "wait"

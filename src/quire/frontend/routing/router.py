@@ -115,7 +115,7 @@ class Router:
 
     def open_engine(self, engine: int, ready: EngineCoreReadyResponse) -> None:
         """Records that an engine is ready, with an empty cache."""
-        load = self._loads.setdefault(engine, EngineLoad(engine))
+        load = self._load(engine)
         load.num_tokens_of_cache, load.kv_usage = ready.kv_cache_size_tokens, 0.0
         self._block_size = ready.block_size
         if self._policy.reads_prefixes:
@@ -141,7 +141,10 @@ class Router:
         return 0 if load is None else load.num_requests
 
     def _load(self, engine: int) -> EngineLoad:
-        return self._loads.setdefault(engine, EngineLoad(engine))
+        load = self._loads.get(engine)
+        if load is None:
+            load = self._loads[engine] = EngineLoad(engine)
+        return load
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
