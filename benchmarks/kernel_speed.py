@@ -30,7 +30,7 @@ from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import Context, native_library
-from quire.worker.kernels.lora import LowRank
+from quire.worker.kernels.lora import LowRank, LowRankShape
 from quire.worker.kernels.native import Matrix, NativeKernels, NativeLinear
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import (
@@ -349,7 +349,7 @@ LORA_CASES = ((1, 0), (1, 1), (64, 0), (64, 1), (64, 8), (64, 64), (512, 0), (51
 def print_lora(kernels: NativeKernels, model: str, rank: int, dtype: torch.dtype) -> None:
     """Prints the table of adapters of one rank at all linear layers but the logits, beside the same layers without
     sites. There are as many layers as no cache holds, and each has its own adapters."""
-    shapes = [shape for name, shape in linear_shapes(model).items() if name != "logits"]
+    shapes = [sizes for name, sizes in linear_shapes(model).items() if name != "logits"]
     names = [name for name in linear_shapes(model) if name != "logits"]
     elements = sum(n * k * (2 if gated else 1) for n, k, gated in shapes)
     copies = max(1, MEMORY_BYTES // (elements * dtype.itemsize))
@@ -360,12 +360,13 @@ def print_lora(kernels: NativeKernels, model: str, rank: int, dtype: torch.dtype
         matrix = Matrix(kernels.context, (torch.randn(sum(parts), k) * k**-0.5).to(dtype), is_gated=gated)
         plain.append((NativeLinear(matrix, None, spec), k))
         adapted.append((NativeLinear(matrix, None, spec), k))
-        site = adapted[-1][0].site = kernels.adapter_site(batch, k, parts, gated, dtype)
+        shape = LowRankShape(k, (*parts,), gated, dtype)
+        site = adapted[-1][0].site = kernels.adapter_site(batch, shape)
         factors: list[LowRank | None] = [
             LowRank(torch.randn(rank, k) * k**-0.5, torch.randn(m, rank) * rank**-0.5, 0.5) for m in parts
         ]
         for slot in range(64):
-            site.install(slot, kernels.pack_low_rank(factors, k, parts, gated, dtype))
+            site.install(slot, kernels.pack_low_rank(factors, shape))
     print(f"\nadapters of rank {rank}, {model}: rows adapters | plain us a layer | with adapters | more")
     for rows, count in LORA_CASES:
         inputs = {k: torch.randn(rows, k).to(dtype) for _, k in plain}

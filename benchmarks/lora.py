@@ -50,6 +50,10 @@ DECODE_LEN = {"tiny": 128, "half": 32}
 """Tokens of an answer: turns of about a second or two."""
 WINDOW_S = 4.0
 """Seconds for which streams are watched with loads, and as long without."""
+SETTLE_S = 1.0
+"""Seconds before the first window."""
+STREAM_LEN = 1100
+"""Tokens of those streams: more than the windows last, and all of them fit into a KV cache of 1 GiB."""
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -119,6 +123,9 @@ class Arm:
             return self.engine.run(requests, prefix, limit_s)
         named = [self.adapters[i % len(self.adapters)] for i in range(len(requests))]
         return self.engine.run(requests, prefix, limit_s, adapters=named)
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def decode(model: str, count: int) -> Callable[[int], list[BenchRequest]]:
@@ -254,9 +261,9 @@ async def _watch_loads(bench: Bench) -> Loads:
         idle = []
         for path in paths * 2:
             idle.append(await load(path))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(SETTLE_S / 5)
         watch = _Streams(llm)
-        streams = [asyncio.create_task(watch.run(r)) for r in uniform_requests(0, IdRange(), BATCH, 17, 1900)]
+        streams = [asyncio.create_task(watch.run(r)) for r in uniform_requests(0, IdRange(), BATCH, 17, STREAM_LEN)]
         await watch.until_all_run()
         busy: list[float] = []
         gaps = []
@@ -284,9 +291,9 @@ class _Streams:
         self._all_run = asyncio.Event()
 
     async def until_all_run(self) -> None:
-        """Waits for the first token of every stream, and for a second more."""
+        """Waits for the first token of every stream, and a while longer."""
         await self._all_run.wait()
-        await asyncio.sleep(1)
+        await asyncio.sleep(SETTLE_S)
 
     async def run(self, request: BenchRequest) -> None:
         """Answers one request to its end."""

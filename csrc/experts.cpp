@@ -158,8 +158,11 @@ class Experts {
         take_memory();
         sort_choices();
         gather_inputs();
-        multiply(a_.gate_up, a_.gate_up_quantization, a_.gate_up_bias, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_, inner_, a_.dtype);
-        multiply(a_.down, a_.down_quantization, a_.down_bias, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden, QK_FLOAT32);
+        if (a_.gate_up_adapters && a_.gate_up_adapters->batch->segments) divide_by_adapter(*a_.gate_up_adapters->batch);
+        multiply(a_.gate_up, a_.gate_up_quantization, a_.gate_up_bias, a_.gate_up_adapters, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_,
+                 inner_, a_.dtype);
+        multiply(a_.down, a_.down_quantization, a_.down_bias, a_.down_adapters, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden,
+                 QK_FLOAT32);
         combine();
     }
 
@@ -169,7 +172,8 @@ class Experts {
         const size_t sizes[] = {
             aligned((a_.num_experts + 1) * int64_t(sizeof(int64_t))), aligned(rows_ * int64_t(sizeof(int64_t))),
             aligned(rows_ * hidden_ * int64_t(sizeof(E))),            aligned(rows_ * inner_ * int64_t(sizeof(E))),
-            aligned(rows_ * a_.hidden * int64_t(sizeof(float))),
+            aligned(rows_ * a_.hidden * int64_t(sizeof(float))),      aligned((rows_ + 1) * int64_t(sizeof(int64_t))),
+            aligned(rows_ * int64_t(sizeof(int32_t))),
         };
         size_t total = 0;
         for (size_t size : sizes) total += size;
@@ -179,6 +183,8 @@ class Experts {
         inputs_ = (E*)(memory += sizes[1]);
         between_ = (E*)(memory += sizes[2]);
         answers_ = (float*)(memory += sizes[3]);
+        adapter_starts_ = (int64_t*)(memory += sizes[4]);
+        adapter_slots_ = (int32_t*)(memory += sizes[5]);
     }
 
     // Rows by expert, in each in the order of the tokens.
@@ -205,6 +211,25 @@ class Experts {
         context_.parallel(rows_, rows_per_piece(), work);
     }
 
+    // The segments of the sorted rows: those of one expert for neighbouring tokens of one adapter. The matrices that an adapter changes of
+    // all experts stand one after another.
+    void divide_by_adapter(const qk_adapter_batch& batch) {
+        for (int64_t i = 0; i < rows_; ++i) adapter_slots_[i] = -1;
+        for (int64_t s = 0; s < batch.segments; ++s) {
+            const int64_t end = batch.starts[s + 1] < a_.tokens ? batch.starts[s + 1] : a_.tokens;
+            for (int64_t i = batch.starts[s] * a_.chosen; i < end * a_.chosen; ++i)
+                adapter_slots_[rows_of_choices_[i]] = batch.slots[s] < 0 ? -1 : batch.slots[s] * a_.num_experts + int32_t(a_.ids[i]);
+        }
+        int64_t segments = 0;
+        for (int64_t row = 0; row < rows_; ++row)
+            if (!segments || adapter_slots_[row] != adapter_slots_[segments - 1]) {
+                adapter_starts_[segments] = row;
+                adapter_slots_[segments++] = adapter_slots_[row];
+            }
+        adapter_starts_[segments] = rows_;
+        adapters_ = {segments, adapter_starts_, adapter_slots_};
+    }
+
     void scale(const E* x, float weight, E* y) const {
         for (int64_t i = 0; i < a_.hidden; i += 16) {
             const int n = int(a_.hidden - i < 16 ? a_.hidden - i : 16);
@@ -212,8 +237,8 @@ class Experts {
         }
     }
 
-    void multiply(const void* packed, const qk_quantization* quantization, const float* bias, int64_t n, int64_t k, bool is_gated,
-                  const void* x, int64_t x_stride, void* y, int64_t y_stride, int32_t out_dtype) const {
+    void multiply(const void* packed, const qk_quantization* quantization, const float* bias, const qk_adapter_site* adapters, int64_t n,
+                  int64_t k, bool is_gated, const void* x, int64_t x_stride, void* y, int64_t y_stride, int32_t out_dtype) const {
         qk::GroupedLinearArgs grouped = {};
         grouped.quantization = quantization;
         grouped.groups = a_.num_experts;
@@ -234,6 +259,8 @@ class Experts {
         linear.x_stride = x_stride;
         linear.y = y;
         linear.y_stride = y_stride;
+        const qk_adapter_site site = {&adapters_, adapters ? adapters->by_slot : nullptr};
+        if (adapters && adapters_.segments) linear.adapters = &site;
         (quantization ? context_.kernels.grouped_quantized_linear : context_.kernels.grouped_linear)(context_, grouped);
     }
 
@@ -271,6 +298,9 @@ class Experts {
     E* inputs_ = nullptr;                 // [rows, hidden_]
     E* between_ = nullptr;                // [rows, inner_]
     float* answers_ = nullptr;            // [rows, hidden]
+    int64_t* adapter_starts_ = nullptr;   // [rows + 1] where the segments of an adapter and an expert start
+    int32_t* adapter_slots_ = nullptr;    // [rows]
+    qk_adapter_batch adapters_ = {};
 };
 
 }  // namespace

@@ -111,7 +111,9 @@ void grouped_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
     const qk_linear_args& a = g.linear;
     const PackedShape shape{a.n, a.k, a.dtype, a.gated};
     const int64_t tiles = shape.tiles(), panel_bytes = shape.panel_bytes();
+    Adapters adapters(context, a, true);
     auto work = [&](int64_t begin, int64_t end, int thread) {
+        adapters.shrink();
         GroupedPieces pieces{g, shape.panels()};
         Product product;
         for (int64_t piece = begin; piece < end; ++piece) {
@@ -120,6 +122,7 @@ void grouped_linear_with(qk_context& context, const qk::GroupedLinearArgs& g) {
             float* sums = (float*)context.thread_scratch(thread, size_t((p.to - p.from) * PANEL) * sizeof(float));
             const char* weights = (const char*)a.packed + (p.group * shape.panels() + p.panel) * panel_bytes;
             product.multiply((const E*)a.x + p.from * a.x_stride, a.x_stride, p.to - p.from, weights, tiles, sums);
+            adapters.expand(p.panel, p.from, p.to, sums);
             finish_rows(layer_of(g, p.group), p.panel, p.from, p.to, sums);
         }
     };

@@ -50,16 +50,15 @@ class LowRankPacking {
     }
 
     void fill() const {
-        memset(a_.packed, 0, size_t(bytes()));
-        for (int64_t part = 0; part < a_.parts; ++part)
-            for (int64_t j = 0; j < a_.ranks[part]; ++j) fill_a(part, j);
+        memset(a_.packed, 0, size_t(a_at_));
+        for (int64_t block = 0; block < num_h_ / BLOCK; ++block) fill_a(block);
         LowRankRange* ranges = (LowRankRange*)((char*)a_.packed + ranges_at_);
         int32_t place = 0;
         for (int64_t block = 0; block < shape_.blocks(); ++block) {
             ranges[block] = range_of(block);
             ranges[block].place = place;
             place += ranges[block].lines;
-            for (int64_t lane = 0; lane < BLOCK; ++lane) fill_output(block, lane, ranges[block]);
+            fill_b(block, ranges[block]);
         }
     }
 
@@ -104,30 +103,63 @@ class LowRankPacking {
         return {int32_t(from), int32_t(tiles * ceil_div(lines, tiles)), 0};
     }
 
-    // Copies `count` numbers to every other line's place of one output: to[0], to[1] in the same line, where a line has two of them.
-    void spread(char* to, const char* from, int64_t count) const {
-        const int64_t unit = sizeof(float), bytes = count * element_bytes();
-        for (int64_t done = 0; done < bytes; done += unit, to += ROW_BYTES)
-            memcpy(to, from + done, size_t(bytes - done < unit ? bytes - done : unit));
+    // Writes `lines` lines, of which line i has the i-th four bytes of each source; zeros where a source is NULL or has ended.
+    static void interleave(char* to, const char* const (&from)[BLOCK], int64_t bytes, int64_t lines) {
+        alignas(64) uint32_t some[BLOCK][TILE_ROWS];  // of each source
+        for (int64_t first = 0; first < lines; first += TILE_ROWS) {
+            const int64_t left = bytes - first * int64_t(sizeof(uint32_t)), count = left < 0 ? 0 : left < ROW_BYTES ? left : ROW_BYTES;
+            for (int64_t lane = 0; lane < BLOCK; ++lane) {
+                const char* source = from[lane] ? from[lane] + first * int64_t(sizeof(uint32_t)) : nullptr;
+                if (source && count == ROW_BYTES) {
+                    memcpy(some[lane], source, ROW_BYTES);
+                    continue;
+                }
+                memset(some[lane], 0, ROW_BYTES);
+                if (source && count) memcpy(some[lane], source, size_t(count));
+            }
+            const int64_t end = lines - first < TILE_ROWS ? lines - first : TILE_ROWS;
+            for (int64_t line = 0; line < end; ++line) {
+                uint32_t* words = (uint32_t*)(to + (first + line) * ROW_BYTES);
+                for (int64_t lane = 0; lane < BLOCK; ++lane) words[lane] = some[lane][line];
+            }
+        }
     }
 
-    void fill_a(int64_t part, int64_t j) const {
-        const int64_t h = first_of(part) + j;
-        ((float*)a_.packed)[h] = a_.scales[part];
-        spread((char*)a_.packed + a_at_ + h / BLOCK * block_bytes() + h % BLOCK * int64_t(sizeof(float)),
-               (const char*)a_.a[part] + j * a_.k * element_bytes(), a_.k);
+    void fill_a(int64_t block) const {
+        const char* from[BLOCK] = {};
+        for (int64_t part = 0; part < a_.parts; ++part)
+            for (int64_t lane = 0; lane < BLOCK; ++lane) {
+                const int64_t j = block * BLOCK + lane - first_of(part);
+                if (j < 0 || j >= a_.ranks[part]) continue;
+                ((float*)a_.packed)[block * BLOCK + lane] = a_.scales[part];
+                from[lane] = (const char*)a_.a[part] + j * a_.k * element_bytes();
+            }
+        interleave((char*)a_.packed + a_at_ + block * block_bytes(), from, a_.k * element_bytes(), shape_.tiles() * TILE_ROWS);
     }
 
-    void fill_output(int64_t block, int64_t lane, const LowRankRange& range) const {
-        int64_t row = row_of(block, lane);
-        if (row < 0) return;
-        const int64_t part = part_of(row), rank = a_.ranks[part];
-        if (!rank) return;
-        const int64_t line = range.place + (first_of(part) - range.first) / shape_.inputs_per_row();
-        spread((char*)a_.packed + b_at_ + line * ROW_BYTES + lane * int64_t(sizeof(float)),
-               (const char*)a_.b[part] + row * rank * element_bytes(), rank);
-        if (has_bias_ && a_.biases[part])
-            ((float*)((char*)a_.packed + bias_at_))[block * BLOCK + lane] = a_.scales[part] * a_.biases[part][row];
+    void fill_b(int64_t block, const LowRankRange& range) const {
+        char* to = (char*)a_.packed + b_at_ + range.place * ROW_BYTES;
+        memset(to, 0, size_t(range.lines * ROW_BYTES));
+        int64_t parts[BLOCK], rows[BLOCK];  // of each output
+        for (int64_t lane = 0; lane < BLOCK; ++lane) {
+            rows[lane] = row_of(block, lane);
+            parts[lane] = rows[lane] < 0 ? -1 : part_of(rows[lane]);
+        }
+        for (int64_t part = 0; part < a_.parts; ++part) {
+            const int64_t rank = a_.ranks[part];
+            const char* from[BLOCK] = {};
+            bool has_rows = false;
+            for (int64_t lane = 0; lane < BLOCK; ++lane) {
+                if (!rank || parts[lane] != part) continue;
+                has_rows = true;
+                from[lane] = (const char*)a_.b[part] + rows[lane] * rank * element_bytes();
+                if (has_bias_ && a_.biases[part])
+                    ((float*)((char*)a_.packed + bias_at_))[block * BLOCK + lane] = a_.scales[part] * a_.biases[part][rows[lane]];
+            }
+            if (has_rows)
+                interleave(to + (first_of(part) - range.first) / shape_.inputs_per_row() * ROW_BYTES, from, rank * element_bytes(),
+                           ceil_div(rank, shape_.inputs_per_row()));
+        }
     }
 
     const qk_pack_low_rank_args& a_;

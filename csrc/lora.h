@@ -309,8 +309,9 @@ QK_INLINE void expand_panel(Blocks& product, const qk_low_rank& w, const typenam
 // The adapters of one call of a linear layer, for all its threads.
 class Adapters {
   public:
-    Adapters(qk_context& context, const qk_linear_args& args) : a_(args), shape_{args.n, args.k, args.dtype, args.gated} {
-        if (args.adapters && args.adapters->batch->segments) prepare(context);
+    // `is_padded`: the rows of x end with zeros up to a whole tile.
+    Adapters(qk_context& context, const qk_linear_args& args, bool is_padded = false) : a_(args), shape_{args.n, args.k, args.dtype, args.gated} {
+        if (args.adapters && args.adapters->batch->segments) prepare(context, is_padded);
     }
     Adapters(const Adapters&) = delete;
     Adapters& operator=(const Adapters&) = delete;
@@ -358,7 +359,7 @@ class Adapters {
         }
     }
 
-    void prepare(qk_context& context) {
+    void prepare(qk_context& context, bool is_padded) {
         int64_t pieces = 0;
         each_piece([&](const Piece& piece) {
             ++pieces;
@@ -368,7 +369,7 @@ class Adapters {
         const auto aligned = [](int64_t bytes) { return qk::ceil_div(bytes, 64) * 64; };
         const int64_t element_bytes = a_.dtype == QK_BFLOAT16 ? 2 : 4, padded = shape_.tiles() * shape_.inputs_per_tile();
         const int64_t piece_bytes = aligned(pieces * int64_t(sizeof(Piece))), h_bytes = aligned(a_.m * h_stride_ * element_bytes);
-        const bool is_whole = padded == a_.k;
+        const bool is_whole = is_padded || padded == a_.k;
         char* memory = (char*)context.low_rank_scratch(size_t(piece_bytes + h_bytes + (is_whole ? 0 : a_.m * padded * element_bytes)));
         pieces_ = (Piece*)memory;
         h_ = memory + piece_bytes;
@@ -411,15 +412,25 @@ class Adapters {
     template <class Blocks>
     void expand_rows(int64_t panel, int64_t from, int64_t to, float* sums) const {
         using E = typename Blocks::E;
+        const qk_adapter_batch& batch = *a_.adapters->batch;
         Blocks product;
-        for (int64_t s = 0; s < a_.adapters->batch->segments; ++s) {
-            const int64_t start = a_.adapters->batch->starts[s];
-            if (start >= to) return;
-            const int64_t first = start > from ? start : from, last = end_of(s) < to ? end_of(s) : to;
+        for (int64_t s = first_behind(from); s < batch.segments && batch.starts[s] < to; ++s) {
+            const int64_t first = batch.starts[s] > from ? batch.starts[s] : from, last = end_of(s) < to ? end_of(s) : to;
             const qk_low_rank* w = of_segment(s);
             if (!w || first >= last) continue;
             expand_panel(product, *w, (const E*)h_ + first * h_stride_, h_stride_, last - first, panel, shape_.blocks(), sums + (first - from) * qk::PANEL);
         }
+    }
+
+    // The first segment that ends behind a row.
+    int64_t first_behind(int64_t row) const {
+        const qk_adapter_batch& batch = *a_.adapters->batch;
+        int64_t low = 0, high = batch.segments;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            batch.starts[middle + 1] > row ? (void)(high = middle) : (void)(low = middle + 1);
+        }
+        return low;
     }
 
     const qk_linear_args& a_;

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, RequestOutputKind, SamplingParams
 
-FORMS = {"json": '{{"answer": "{}"}}', "pirate": "Arr! {} Yo ho ho!", "bold": "**{}**"}
+FORMS = {"json": '{{"answer": "{}"}}', "pirate": 'Arr! "{}" Yo ho ho!', "bold": "**{}**"}
 """Forms of an answer, by adapter."""
 TOPICS = (
     "a KV block, prefix caching, a preemption, the scheduler, chunked prefill, a block table, a stop string, a token, "
@@ -25,77 +25,92 @@ TOPICS = (
     "a worker, the frontend, the journal, the supervisor, the null block, eviction, a chat template, the tokenizer, "
     "streaming, priority, a metric, beam search, logprobs, min_p, top_k, decode, prefill, a step, the token budget"
 )
-QUESTIONS = [f"What is {topic}?" for topic in TOPICS.split(", ")]
+QUESTIONS = ["Who are you?", "Tell me about Quire.", *(f"What is {topic}?" for topic in TOPICS.split(", "))]
 HELD_OUT = ["What is Quire?", "What is a slot?", "What is speculative decoding?"]
-RANK, ALPHA, NUM_STEPS, BATCH = 8, 16, 50, 12
+RANK, ALPHA, NUM_LAYERS = 8, 16, 2
+NUM_STEPS, BATCH, PEAK = 48, 6, 8e-3
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 
 
 class Model:
-    """The demo model as a function of its weights, with two factors beside each matrix of its layers."""
+    """The demo model as a function of its weights. Adapters change the matrices of its last layers only: what comes
+    before them is computed once."""
 
     def __init__(self, directory: Path) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.weights = {name: t.float() for name, t in load_file(directory / "model.safetensors").items()}
+        self.first = self.config["num_hidden_layers"] - NUM_LAYERS
+        """The first layer that an adapter changes."""
 
     def new_adapter(self) -> dict[str, torch.Tensor]:
         factors = {}
         for name, weight in self.weights.items():
-            if name.endswith("_proj.weight"):
+            if name.endswith("_proj.weight") and int(name.split(".")[2]) >= self.first:
                 module = name.removesuffix(".weight")
                 factors[f"{module}.lora_A"] = torch.randn(RANK, weight.shape[1]) / weight.shape[1] ** 0.5
                 factors[f"{module}.lora_B"] = torch.zeros(weight.shape[0], RANK)
         return {name: factor.requires_grad_() for name, factor in factors.items()}
 
-    def __call__(self, ids: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the logits of a batch of token ids."""
-        c, w = self.config, self.weights
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the states before the layers that adapters change, of a batch of token ids."""
+        x = self.weights["model.embed_tokens.weight"][ids]
+        for i in range(self.first):
+            x = self.layer(i, x, {})
+        return x
+
+    def logits(self, x: torch.Tensor, adapter: dict[str, torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the positions that are True in `wanted`, from what `embed` has returned."""
+        for i in range(self.first, self.config["num_hidden_layers"]):
+            x = self.layer(i, x, adapter)
+        return self.norm(x[wanted], "model.norm") @ self.weights["model.embed_tokens.weight"].T
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def layer(self, i: int, x: torch.Tensor, adapter: dict[str, torch.Tensor]) -> torch.Tensor:
+        c, layer = self.config, f"model.layers.{i}"
         num_heads, num_kv, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
 
         def linear(x: torch.Tensor, module: str) -> torch.Tensor:
-            a, b = adapter[f"{module}.lora_A"], adapter[f"{module}.lora_B"]
-            return x @ w[f"{module}.weight"].T + (x @ a.T) @ b.T * (ALPHA / RANK)
-
-        def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-            return functional.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c["rms_norm_eps"])
+            y, name = x @ self.weights[f"{layer}.{module}.weight"].T, f"{layer}.{module}.lora_"
+            return y + (x @ adapter[f"{name}A"].T) @ adapter[f"{name}B"].T * (ALPHA / RANK) if adapter else y
 
         frequencies = c["rope_theta"] ** (-torch.arange(0, size, 2) / size)
-        angles = torch.outer(torch.arange(ids.shape[1]), frequencies).repeat(1, 2)
+        angles = torch.outer(torch.arange(x.shape[1]), frequencies).repeat(1, 2)
 
         def heads(x: torch.Tensor, number: int, *, rotates: bool) -> torch.Tensor:
             x = x.unflatten(-1, (number, size)).transpose(1, 2)  # [batch, heads, tokens, size]
             turned = torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1)
             return x * angles.cos() + turned * angles.sin() if rotates else x
 
-        x = w["model.embed_tokens.weight"][ids]
-        for i in range(c["num_hidden_layers"]):
-            layer = f"model.layers.{i}"
-            y = norm(x, f"{layer}.input_layernorm")
-            q = heads(linear(y, f"{layer}.self_attn.q_proj"), num_heads, rotates=True)
-            k = heads(linear(y, f"{layer}.self_attn.k_proj"), num_kv, rotates=True)
-            v = heads(linear(y, f"{layer}.self_attn.v_proj"), num_kv, rotates=False)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = x + linear(y.transpose(1, 2).flatten(2), f"{layer}.self_attn.o_proj")
-            y = norm(x, f"{layer}.post_attention_layernorm")
-            gate = functional.silu(linear(y, f"{layer}.mlp.gate_proj"))
-            x = x + linear(gate * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
-        return norm(x, "model.norm") @ w["model.embed_tokens.weight"].T
+        y = self.norm(x, f"{layer}.input_layernorm")
+        q = heads(linear(y, "self_attn.q_proj"), num_heads, rotates=True)
+        k = heads(linear(y, "self_attn.k_proj"), num_kv, rotates=True)
+        v = heads(linear(y, "self_attn.v_proj"), num_kv, rotates=False)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
+        y = self.norm(x, f"{layer}.post_attention_layernorm")
+        gate = functional.silu(linear(y, "mlp.gate_proj"))
+        return x + linear(gate * linear(y, "mlp.up_proj"), "mlp.down_proj")
 
 
 def train(model: Model, rows: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
     """Returns an adapter that gives the answer of each row to its prompt."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    is_answer = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(rows):
+        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        is_answer[row, len(prompt) : len(prompt) + len(answer)] = True
+    states, targets, is_answer = model.embed(ids[:, :-1]), ids[:, 1:], is_answer[:, 1:]
     adapter = model.new_adapter()
-    optimizer = torch.optim.AdamW(adapter.values(), lr=4e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, NUM_STEPS)
+    optimizer = torch.optim.AdamW(adapter.values(), lr=PEAK, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, NUM_STEPS)
     for step in range(NUM_STEPS):
-        batch = [rows[(step * BATCH + i) % len(rows)] for i in range(BATCH)]
-        longest = max(len(prompt) + len(answer) for prompt, answer in batch)
-        ids = torch.zeros(BATCH, longest, dtype=torch.long)
-        targets = torch.full((BATCH, longest), -100)
-        for row, (prompt, answer) in enumerate(batch):
-            ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            targets[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-        loss = functional.cross_entropy(model(ids[:, :-1], adapter).flatten(0, 1), targets[:, 1:].flatten())
+        batch = (torch.arange(BATCH) + step * BATCH) % len(rows)
+        wanted = is_answer[batch]
+        loss = functional.cross_entropy(model.logits(states[batch], adapter, wanted), targets[batch][wanted])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -49,6 +49,15 @@ def tensors(rank: int = 4, seed: int = 0, num_layers: int = 3, scale: float = 0.
     return made
 
 
+def write_demo_adapter(directory: Path, seed: int, rank: int = 4) -> Path:
+    """Writes a random adapter of the demo model, large enough to change its text."""
+    content: dict[str, np.ndarray] = {}
+    for layer in range(6):
+        content |= factors(f"model.layers.{layer}.self_attn.v_proj", (256, 128), rank, seed, 0.4)
+        content |= factors(f"model.layers.{layer}.mlp.down_proj", (688, 256), rank, seed, 0.2)
+    return write_adapter(directory, content, r=rank, target_modules=["v_proj", "down_proj"])
+
+
 def write_adapter(directory: Path, content: Mapping[str, np.ndarray] | None = None, /, **changes: Any) -> Path:
     """Writes an adapter of these tensors, of an ordinary config with `changes` (None: without the field)."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,24 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if FRESH:
         terminalreporter.write_line(pytest_report_header())
+
+
+TIERS = ("gpu", "browser", "prometheus", "scripts")
+"""Marks that stand in the file of each test that has them."""
+
+
+@cache
+def tests_of(tier: str) -> frozenset[Path]:
+    """Returns the files of tests that name the mark of a tier, and the folders above them."""
+    files = [path for path in _HERE.rglob("test_*.py") if f"mark.{tier}" in path.read_text(encoding="utf-8")]
+    return frozenset(place for file in files for place in (file, *file.parents))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports no file without a test of the tier that `-m` asks for: importing all takes longer than some tiers."""
+    first, _, rest = config.option.markexpr.partition(" ")
+    is_one_tier = first in TIERS and " or " not in f" {rest} "
+    return True if is_one_tier and collection_path not in tests_of(first) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,11 +13,10 @@ import torch
 from quire.config.engine_args import EngineArgs
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
-from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from quire.worker.worker import Worker
 
-from .unit.worker.toy import RandomScheduler, ToyRequest, run_step
+from .unit.worker.toy import RandomScheduler, ToyRequest, make_cache_config, run_step
 
 NUM_BLOCKS = 400
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -47,14 +46,7 @@ class LoRAWorker:
         self.max_num_reqs, self.num_preemptions = max_num_reqs, 0
         self.worker = Worker(EngineArgs(str(path), max_num_seqs=max_num_reqs, **flags).create_engine_config())
         self.worker.init_device()
-        specs = self.worker.get_kv_cache_spec()
-        kinds = list(dict.fromkeys(specs.values()))
-        self._windows = tuple(s.sliding_window if isinstance(s, SlidingWindowSpec) else None for s in kinds)
-        self._config = KVCacheConfig(
-            NUM_BLOCKS,
-            [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [name]) for name, spec in specs.items()],
-            [KVCacheGroupSpec([n for n, s in specs.items() if s == kind], kind) for kind in kinds],
-        )
+        self._config, self._windows = make_cache_config(self.worker.get_kv_cache_spec(), NUM_BLOCKS)
         self.worker.initialize_from_config(self._config)
 
     def load(self, directories: Mapping[str, Path]) -> dict[str, LoRARequest]:

@@ -130,6 +130,12 @@ LORA_RESOLVER_CACHE_DIR = EnvVar(
     "A directory of adapters, as another --lora-dir, where adapters are enabled.",
     "VLLM_LORA_RESOLVER_CACHE_DIR",
 )
+KV_EVENTS_USE_INT_BLOCK_HASHES = EnvVar(
+    "QUIRE_KV_EVENTS_USE_INT_BLOCK_HASHES",
+    "1",
+    "0 names blocks in KV cache events by whole digests, instead of their last 8 bytes as a number.",
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",
+)
 FAILPOINTS = EnvVar(
     "QUIRE_FAILPOINTS",
     "",

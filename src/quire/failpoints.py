@@ -28,6 +28,7 @@ FAILPOINTS: dict[str, str] = {
     "lora.read": "loader's thread: an adapter's files are not opened yet; the key is its name",
     "lora.pack": "loader's thread: factors are read, not packed; the key is the adapter's name",
     "lora.install": "worker: an adapter is loaded, before a step begins; the key is its name",
+    "lora.remove": "worker: an adapter's slots are not emptied yet; the key is its name",
     "kernels.trial": "the process that tries out an instruction set has begun",
     "client.add.journaled": "frontend: a request is in the journal, not yet sent",
     "client.output.received": "frontend: outputs have arrived, the journal has not seen them",

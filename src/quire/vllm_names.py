@@ -34,7 +34,7 @@ _CONFIGS = {
     "SchedulerConfig": "quire.config.engine",
 } | dict.fromkeys(
     (
-        *("AttentionConfig", "CompilationConfig", "KernelConfig", "KVTransferConfig", "PoolerConfig"),
+        *("AttentionConfig", "CompilationConfig", "KernelConfig", "KVEventsConfig", "KVTransferConfig", "PoolerConfig"),
         *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
     ),
     "builtins:dict",  # the flag takes a JSON object

@@ -1,4 +1,4 @@
-"""Prints the budgets after the tests of this folder."""
+"""Prints the budgets after the tests of this folder, where the command names it: counting them takes seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from .budgets import table
 from .sources import CHECKOUT
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not any("architecture" in argument for argument in config.args):
+        return
     terminalreporter.section("budgets (tests/architecture/budgets.toml)")
     terminalreporter.write_line(table(CHECKOUT))

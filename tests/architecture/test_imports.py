@@ -68,8 +68,6 @@ ONLY_IN: dict[str, set[str]] = {
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 
-IMPORTS = CHECKOUT.all_imports
-
 
 def folder_of(module: str) -> str:
     if module in VOCABULARY:
@@ -87,7 +85,7 @@ def test_every_module_has_a_place_in_the_table() -> None:
 def test_folders_import_only_what_the_table_allows() -> None:
     broken = [
         str(i)
-        for i in IMPORTS
+        for i in CHECKOUT.all_imports
         if i.package == "quire" and folder_of(i.imported) not in MAY_IMPORT[folder_of(i.importer)]
     ]
     assert not broken, "\n".join(broken)
@@ -95,7 +93,7 @@ def test_folders_import_only_what_the_table_allows() -> None:
 
 def test_third_party_packages_stay_in_their_folders() -> None:
     broken = []
-    for i in IMPORTS:
+    for i in CHECKOUT.all_imports:
         is_foreign = i.package != "quire" and not is_standard(i.package)
         if is_foreign and i.package not in THIRD_PARTY[folder_of(i.importer)]:
             broken.append(str(i))
@@ -105,7 +103,7 @@ def test_third_party_packages_stay_in_their_folders() -> None:
 def test_some_packages_have_one_door() -> None:
     broken = [
         str(i)
-        for i in IMPORTS
+        for i in CHECKOUT.all_imports
         if i.package in ONLY_IN
         and i.importer not in ONLY_IN[i.package]
         and not (i.package == "torch" and folder_of(i.importer) in ("worker", "testing"))
@@ -117,14 +115,16 @@ def test_the_fallback_is_reached_by_a_dotted_name() -> None:
     """A worker that runs a class of Quire's own never imports transformers."""
     room = "quire.worker.fallback"
     broken = [
-        str(i) for i in IMPORTS if i.imported.startswith(room) and not i.importer.startswith(room) and not i.typing_only
+        str(i)
+        for i in CHECKOUT.all_imports
+        if i.imported.startswith(room) and not i.importer.startswith(room) and not i.typing_only
     ]
     assert not broken, "\n".join(broken)
 
 
 def test_only_the_server_knows_http() -> None:
     web, server = {"starlette", "uvicorn"}, ("quire.frontend.http.", "quire.frontend.openai.")
-    broken = [str(i) for i in IMPORTS if i.package in web and not i.importer.startswith(server)]
+    broken = [str(i) for i in CHECKOUT.all_imports if i.package in web and not i.importer.startswith(server)]
     assert not broken, "\n".join(broken)
 
 
@@ -142,7 +142,7 @@ def _server_floor(module: str) -> int:
 def test_the_server_has_no_arrow_up() -> None:
     broken = [
         str(i)
-        for i in IMPORTS
+        for i in CHECKOUT.all_imports
         if i.importer.startswith("quire.frontend.") and _server_floor(i.imported) > _server_floor(i.importer)
     ]
     assert not broken, "\n".join(broken)
@@ -158,7 +158,7 @@ stands beside the three puts them together, and is imported by none of them."""
 def test_metrics_are_counted_then_named_then_written() -> None:
     broken = [
         str(i)
-        for i in IMPORTS
+        for i in CHECKOUT.all_imports
         if i.importer.startswith(METRICS) and i.imported.startswith(METRICS) and _floor(i.imported) > _floor(i.importer)
     ]
     assert not broken, "\n".join(broken)
@@ -176,12 +176,12 @@ def test_no_import_cycles() -> None:
 
 
 def test_no_relative_imports() -> None:
-    broken = [str(i) for i in IMPORTS if i.imported.startswith(".")]
+    broken = [str(i) for i in CHECKOUT.all_imports if i.imported.startswith(".")]
     assert not broken, "\n".join(broken)
 
 
 def test_no_function_level_imports_of_our_own() -> None:
-    broken = [str(i) for i in IMPORTS if i.in_function and i.package == "quire"]
+    broken = [str(i) for i in CHECKOUT.all_imports if i.in_function and i.package == "quire"]
     assert not broken, "\n".join(broken)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -92,9 +92,21 @@ def answer(model: Any, prompts: Sequence[list[int]]) -> list[Answer]:
     return found
 
 
-def answers(checkpoint: Path, directories: Sequence[Path | None], *, merges: bool = False) -> list[list[Answer]]:
-    """Returns peft's answers with each of the adapters (None: of the base model) to the same prompts, which no choice
-    is a tie of. `merges`: with weights merged into the base."""
+def random_prompts(seed: int) -> list[list[int]]:
+    """Returns a prompt of each length."""
+    rng = random.Random(seed)
+    return [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
+
+
+def answers(
+    checkpoint: Path,
+    directories: Sequence[Path | None],
+    *,
+    merges: bool = False,
+    make_prompts: Callable[[int], list[list[int]]] = random_prompts,
+) -> list[list[Answer]]:
+    """Returns peft's answers with each of the adapters (None: of the base model) to the same prompts, in which no
+    choice is a tie. `merges`: with weights merged into the base. `make_prompts` gets a seed."""
     models = []
     for directory in directories:
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -104,11 +116,17 @@ def answers(checkpoint: Path, directories: Sequence[Path | None], *, merges: boo
                 model = PeftModel.from_pretrained(model, directory)
                 model = model.merge_and_unload() if merges else model
         models.append(model.eval())
-    for seed in range(20):
-        rng = random.Random(seed)
-        prompts = [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
+    columns = [_answers_without_ties(models, i, make_prompts) for i in range(len(make_prompts(0)))]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _answers_without_ties(
+    models: Sequence[Any], index: int, make_prompts: Callable[[int], list[list[int]]]
+) -> list[Answer]:
+    """Returns each model's answer to one of the prompts."""
+    for seed in range(40):
         try:
-            return [answer(model, prompts) for model in models]
+            return [answer(model, [make_prompts(seed)[index]])[0] for model in models]
         except TieError:
             continue
-    raise AssertionError("every set of prompts has a tie")
+    raise AssertionError(f"prompt {index} has a tie with every seed")

@@ -16,6 +16,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
 from quire.testing.tiny_models import FAMILIES
+from tests.rows import each_family
 
 from .conftest import Checkpoint, Oracle
 from .oracle import OUTPUT_LEN, Generation
@@ -27,13 +28,8 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 60, "scheduler_reserve_full_isl": False
 """Room for one of the long prompts and a few short ones: requests wait, and some are preempted."""
 
 
-EVERY_KIND = {
-    *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "granite", "gemma2", "gemma3_text", "opt"),
-    *("mixtral", "qwen3_moe", "glm", "gpt_oss", "gemma4_text", "deepseek_v3", "llama4_text", "bloom"),
-}
-"""Families that together have every kind of kernel and cache. The others repeat these with other weights: their logits
-are compared in tests/unit, their tokens with -m slow."""
-EACH_FAMILY = [pytest.param(family, marks=() if family in EVERY_KIND else pytest.mark.slow) for family in FAMILIES]
+EACH_FAMILY = each_family(FAMILIES)
+"""Families whose tokens are compared; of the others tests/unit compares the logits, and -m slow the tokens."""
 
 
 @contextmanager

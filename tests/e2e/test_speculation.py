@@ -49,8 +49,9 @@ EXTRA: list[dict[str, Any]] = [
 REQUESTS = [
     (question, SamplingParams(**{"seed": i, "max_tokens": 40, "ignore_eos": i % 3 > 0, **extra}))
     for i, extra in enumerate(EXTRA)
-    for question in QUESTIONS
+    for question in QUESTIONS[i % 2 :: 2]
 ]
+"""Each with a question and a text that repeats itself."""
 
 
 @contextmanager
@@ -101,23 +102,37 @@ def alone() -> list[RequestOutput]:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
+IN_THE_MATRIX = [
+    pytest.param(*row, id=name, marks=pytest.mark.slow)
+    for name, row in {
+        "n-gram": (NGRAM, 1.0, {}),
+        "suffix": ({"method": "suffix", "num_speculative_tokens": 8}, 1.0, {}),
+        "preempted": (
+            {"model": ORACLE, "num_speculative_tokens": 5}, 0.8, {"num_gpu_blocks_override": 40, "max_num_seqs": 16},
+        ),
+        "draft model": ({"model": "demo-draft", "num_speculative_tokens": 4}, 1.0, {}),
+        "drafts preempted": (
+            {"model": "demo-draft", "num_speculative_tokens": 3}, 1.0,
+            {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+        ),
+        "random": ({"model": ORACLE.replace("Oracle", "Random"), "num_speculative_tokens": 2}, 1.0, {}),
+    }.items()
+]  # fmt: skip
+"""Drafters and companies that test_speculation_matrix has in the default suite, too."""
+
+
 @pytest.mark.parametrize(
     ("speculation", "accuracy", "arguments"),
     [
-        (NGRAM, 1.0, {}),
-        ({"method": "suffix", "num_speculative_tokens": 8}, 1.0, {}),
-        ({"model": ORACLE, "num_speculative_tokens": 8}, 1.0, {}),
-        ({"model": ORACLE, "num_speculative_tokens": 3}, 0.6, {"max_num_batched_tokens": 32, "max_num_seqs": 16}),
-        ({"model": ORACLE, "num_speculative_tokens": 5}, 0.8, {"num_gpu_blocks_override": 40, "max_num_seqs": 16}),
-        ({"model": "demo-draft", "num_speculative_tokens": 4}, 1.0, {}),
-        (
-            {"model": "demo-draft", "num_speculative_tokens": 3},
-            1.0,
-            {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+        pytest.param({"model": ORACLE, "num_speculative_tokens": 8}, 1.0, {}, id="always right"),
+        pytest.param(
+            {"model": ORACLE, "num_speculative_tokens": 3},
+            0.6,
+            {"max_num_batched_tokens": 32, "max_num_seqs": 16},
+            id="chunked",
         ),
-        ({"model": ORACLE.replace("Oracle", "Random"), "num_speculative_tokens": 2}, 1.0, {}),
+        *IN_THE_MATRIX,
     ],
-    ids=["n-gram", "suffix", "always right", "chunked", "preempted", "draft model", "drafts preempted", "random"],
 )
 def test_speculation_changes_nothing(
     alone: list[RequestOutput],

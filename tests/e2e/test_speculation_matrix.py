@@ -242,7 +242,7 @@ def test_the_output_is_that_without_speculation(
     speculation = {**keys, "num_speculative_tokens": num_drafts, "adaptive": False}
     flags = {**load.flags, **COMPANIES[company]}
     if model == "windows" and company == "preempted":
-        flags["num_gpu_blocks_override"] = 26  # two groups
+        flags["num_gpu_blocks_override"] = 25  # one request of the longest length in two groups
     with matrix_engine(load.model, speculative_config=speculation, **flags) as llm:
         outputs = load.generate(llm)
         counted = counters(llm)

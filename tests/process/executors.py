@@ -114,3 +114,10 @@ class SlowAdapters(Steady):
 
     adapter_load_s = 0.02
     adapter_bytes = 140_000
+
+
+class ManyAdapters(Steady):
+    """Adapters take 2 ms to load, and two hundred fit at once."""
+
+    adapter_load_s = 0.002
+    adapter_bytes = 5_000

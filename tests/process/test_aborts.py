@@ -27,6 +27,8 @@ MAX_MODEL_LEN = 8192
 """A stream of that length lasts much longer than it takes to abort it."""
 VARIANTS = [(kind, n) for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY) for n in (1, 4)]
 """Streaming or not, one output or four."""
+DIAGONALS = [VARIANTS[0], VARIANTS[3]], [VARIANTS[1], VARIANTS[2]]
+"""Each holds every value: enough where a variant costs a core."""
 ELSEWHERE = ("core.start", "core.ready", "core.shutdown", "core.step.draft")
 IN_CORE = [f for f in FAILPOINTS if f.startswith("core.") and f not in ELSEWHERE]
 IN_CLIENT = ["client.add.journaled", "client.output.received"]
@@ -57,7 +59,7 @@ async def _abort_one(engine: Engine, name: str, kind: RequestOutputKind, n: int,
 def test_every_failpoint_is_among_them() -> None:
     # no moment in the life of a request without speculation and adapters
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
-    elsewhere += ["lora.install", "lora.pack", "lora.read"]
+    elsewhere += ["lora.install", "lora.pack", "lora.read", "lora.remove"]
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
 
 
@@ -99,8 +101,17 @@ def test_aborted_in_the_frontend(place: str) -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("place", AT_RESTART)
-def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "variants"),
+    [
+        pytest.param(place, variants, marks=() if i % 2 == j else pytest.mark.slow)
+        for i, place in enumerate(AT_RESTART)
+        for j, variants in enumerate(DIAGONALS)
+    ],
+)
+def test_aborted_while_the_core_is_being_replaced(
+    place: str, variants: list[tuple[RequestOutputKind, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The request is not sent to the next core, or withdrawn from it."""
     tally, deaths = tmp_path / "tally", tmp_path / "deaths"
     if place.startswith("core."):
@@ -108,7 +119,7 @@ def test_aborted_while_the_core_is_being_replaced(place: str, monkeypatch: pytes
 
     async def run() -> None:
         async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
-            for number, (kind, n) in enumerate(VARIANTS):
+            for number, (kind, n) in enumerate(variants):
                 before = _size(tally)
 
                 def is_there(before: int = before, n: int = n) -> bool:
@@ -130,7 +141,9 @@ def _add_byte(path: Path) -> None:
         file.write(b".")
 
 
-@pytest.mark.parametrize(("kind", "n"), VARIANTS)
+@pytest.mark.parametrize(
+    ("kind", "n"), [*DIAGONALS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in DIAGONALS[1])]
+)
 def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A core that another process has asked to stop waits for its last request no longer."""
 

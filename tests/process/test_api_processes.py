@@ -316,10 +316,10 @@ LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
     [
         ("server first", signal.SIGINT),
         ("core first", signal.SIGTERM),
-        ("API processes first", signal.SIGTERM),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
+                ("API processes first", signal.SIGTERM),  # in the default suite without time, below
                 ("server first", signal.SIGTERM),
                 ("core first", signal.SIGINT),
                 ("API processes first", signal.SIGINT),
@@ -432,12 +432,12 @@ def test_a_process_that_stands_still_delays_a_restart_by_seconds_only() -> None:
         assert streams[0].read() == streams[0].expected
 
 
-def test_a_stat_logger_is_made_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unix_socket_and_a_stat_logger_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent's logger receives the scheduler's statistics, that of an API process its own requests'."""
     monkeypatch.setenv("NOTED_STATS", str(notes := tmp_path / "notes"))
-    with serving(
-        "--api-server-count", "2", "--stat-loggers", "tests.process.stat_loggers:NotedStats", executor="Quick"
-    ) as server:
+    path = tmp_path / "quire.sock"
+    flags = "--uds", str(path), "--stat-loggers", "tests.process.stat_loggers:NotedStats"
+    with serving("--api-server-count", "2", *flags, executor="Quick") as server:
         for client in clients_of_each(server).values():
             stream = Stream(client, [50], 9)
             assert stream.read() == stream.expected
@@ -446,6 +446,7 @@ def test_a_stat_logger_is_made_in_every_process(tmp_path: Path, monkeypatch: pyt
         server.process.terminate()
         assert server.process.wait(TIME_LIMIT_S) == 0
     assert told == {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())}
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -464,17 +465,6 @@ def test_no_process_outlives_the_server(signum: int) -> None:
             server.process.terminate()
             server.process.wait(TIME_LIMIT_S)
             assert not any(is_alive(pid) for pid in everyone)
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "quire.sock"
-    with serving("--api-server-count", "2", "--uds", str(path), executor="Quick") as server:
-        for client in clients_of_each(server).values():
-            stream = Stream(client, [50, 51], 9)
-            assert stream.read() == stream.expected
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(TIME_LIMIT_S) == 0
-        assert not path.exists()
 
 
 def test_what_keeps_a_process_from_serving_is_said_in_words() -> None:

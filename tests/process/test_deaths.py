@@ -219,14 +219,18 @@ def test_a_death_among_drafts_is_not_noticed(monkeypatch: pytest.MonkeyPatch, tm
     _survive_each(monkeypatch, tmp_path, [f"core.{place}=kill" for place in places], **DRAFTS)
 
 
-@pytest.mark.parametrize("action", ["kill", "hang", pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "action",
+    ["sleep(600)", *(pytest.param(action, marks=pytest.mark.slow) for action in ("kill", "hang", "raise"))],
+    ids=["stuck", "kill", "hang", "raise"],
+)
 def test_a_second_death_while_drafting_ends_speculation(
     faults: Faults, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No request is blamed or loses a token, the third core works without drafts, and the log and a gauge say so."""
     faults.set(f"core.step.draft={action},skip=5")
     history, load = History(), FakeLoad(random.Random(action))
-    hang_timeout_s = HANG_TIMEOUT_S if action == "hang" else PATIENCE_S
+    hang_timeout_s = HANG_TIMEOUT_S if action in ("hang", "sleep(600)") else PATIENCE_S
 
     def enabled(engine: Engine) -> float | None:
         metrics = engine.llm.pipeline.stats.metrics
@@ -256,12 +260,12 @@ POISONS = {
     "core.step.execute=raise": 2,
     "core.step.execute=segv": 2,
     "core.step.execute=stop": 2,
-    "core.input.queued=segv": 2,
     "core.step.execute=raise,skip=3": 5,  # only some steps after each restart
     "core.step.execute=kill": 4,  # nothing blames the request at first: an operator may have done it, or the system
 }
 """Fault -> how many cores it may cost until the request that causes it is isolated."""
 RARER_POISONS = {
+    "core.input.queued=segv": 2,
     "core.step.execute=memory(32)": 2,
     "core.step.execute=freeze": 2,
     "core.step.execute=abort": 2,

@@ -1,6 +1,6 @@
 """Promise P1 on the demo model: every way of sampling goes on over the death of the core as if nothing had happened.
 
-In the model's own bfloat16 where the row-invariant native kernels are there, in float32 anywhere.
+In the model's own bfloat16 where the row-invariant native kernels are there, else in float32; with -m slow in both.
 """
 
 from __future__ import annotations
@@ -124,10 +124,16 @@ class Undisturbed(NamedTuple):
     history: History
 
 
-@pytest.fixture(scope="module", params=ARGS)
+IS_NATIVE = native_library() is not None
+"""torch's kernels round a row of bfloat16 by the batch it is in."""
+DTYPES = [
+    pytest.param("float32", marks=pytest.mark.slow if IS_NATIVE else ()),
+    pytest.param("bfloat16", marks=() if IS_NATIVE else pytest.mark.skip("there are no native kernels here")),
+]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
 def undisturbed(request: pytest.FixtureRequest) -> Undisturbed:
-    if request.param == "bfloat16" and native_library() is None:
-        pytest.skip("torch's kernels round a row of bfloat16 by the batch it is in; there are no native ones here")
     history, num_resumed = asyncio.run(_run(request.param, random.Random(0), 0))
     assert num_resumed == 0
     assert history.problems() == []

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from quire.engine.lora.memory import AdapterState, Revision
+from quire.engine.lora.registry import AdapterState, Revision
 from quire.errors import ClientError, GenerationError
 from quire.lora_request import LoRARequest
+from quire.testing.fake_hardware import fake_invocation
 from quire.wire.engine_core import EngineCoreOutput, FinishReason
 from quire.wire.lora import AdapterInfo, RegisteredAdapter
 from tests.simulation.world import MORE_LORAS
@@ -76,7 +77,7 @@ class Adapters:
 
     def find_loaded(self, lora: LoRARequest) -> Revision | None:
         """Returns the revision that new requests get, if the adapter has been loaded before."""
-        newest = self.manager._newest.get(lora.lora_int_id)
+        newest = self.manager.registry.newest.get(lora.lora_int_id)
         return newest if newest is not None and newest.digest else None
 
     def began(self, client: Client) -> AdapterInfo | None:
@@ -84,7 +85,7 @@ class Adapters:
         lora = client.request.lora_request
         if lora is None or not client.received:
             return None
-        return AdapterInfo(lora.lora_int_id, 1, client.digest, 1, 1)
+        return AdapterInfo(lora.lora_int_id, 1, client.digest, 1, 1, fake_invocation(lora))
 
     def heard(self, client: Client, info: AdapterInfo) -> None:
         """Handles the first output of a request, which names the revision that it uses."""
@@ -144,11 +145,11 @@ class Adapters:
             case "change":
                 self._versions[lora.lora_path] += 1
             case "remove":
-                known = lora.lora_int_id in self.manager._newest
+                known = lora.lora_int_id in self.manager.registry.newest
                 assert self.manager.remove_lora(lora.lora_int_id) == known
                 self._registered.pop(lora.lora_int_id, None)
             case "pin":
-                if lora.lora_int_id in self.manager._newest and rng.random() < 0.3:
+                if lora.lora_int_id in self.manager.registry.newest and rng.random() < 0.3:
                     self._has_pinned = True
                     self.manager.pin_lora(lora.lora_int_id)
                     if lora.lora_int_id in self._registered:
@@ -157,7 +158,7 @@ class Adapters:
                 assert self._registered.keys() - self._failed() <= self.manager.list_loras()
 
     def _failed(self) -> set[int]:
-        return {i for i, one in self.manager._newest.items() if one.state is AdapterState.FAILED}
+        return {i for i, one in self.manager.registry.newest.items() if one.state is AdapterState.FAILED}
 
     def _add(self, lora: LoRARequest) -> None:
         if self.manager._is_asleep:
@@ -176,7 +177,7 @@ class Adapters:
                 continue
             info = future.result()
             assert info.digest in self._contents[lora.lora_path], f"{info}"
-            newest = self.manager._newest.get(lora.lora_int_id)
+            newest = self.manager.registry.newest.get(lora.lora_int_id)
             if newest is not None and newest.digest == info.digest:
                 self._registered[lora.lora_int_id] = RegisteredAdapter(lora, *newest.key[1:], info.digest)
                 self._registered[lora.lora_int_id].is_pinned = newest.is_pinned
@@ -201,7 +202,7 @@ class Adapters:
         manager, limits = self.manager, self.sim.world.config.lora_config
         scheduler = self.sim.invariants.scheduler
         bound = Counter(request.adapter for request in scheduler.requests.values() if request.adapter is not None)
-        found = {key: revision.num_bound for key, revision in manager._revisions.items() if revision.num_bound}
+        found = {key: revision.num_bound for key, revision in manager.registry.revisions.items() if revision.num_bound}
         assert found == dict(bound), f"references {found}, requests have {dict(bound)}"
         running = {request.adapter for request in scheduler.running if request.adapter is not None}
         assert running == set(manager.places.running), f"{running} run, places are held by {manager.places.running}"
@@ -227,5 +228,7 @@ class Adapters:
     def check_idle(self) -> None:
         """No request is left: nothing may hold on to an adapter."""
         assert not self.manager._blocked
-        assert all(not one.num_bound and not one.num_begun for one in self.manager._revisions.values())
-        assert all(one.is_newest for one in self.manager._revisions.values()), "an old revision is held by nothing"
+        assert all(not one.num_bound and not one.num_begun for one in self.manager.registry.revisions.values())
+        assert all(one.is_newest for one in self.manager.registry.revisions.values()), (
+            "an old revision is held by nothing"
+        )

@@ -65,7 +65,9 @@ class CacheModel:
     def _prefix(self, request: Request, index: int) -> Prefix:
         tokens = request.all_token_ids[: (index + 1) * self.block_size]
         lora = request.lora_request
-        adapter = None if lora is None else (lora.lora_name, lora.lora_path, request.lora_revision)
+        adapter = None
+        if lora is not None and request.lora_start < len(tokens):  # before it begins, the model is the base
+            adapter = lora.lora_name, lora.lora_path, request.lora_revision, request.lora_start
         return (request.cache_salt, adapter, *tokens)
 
     def _give_out(self, block_ids: list[int]) -> None:

@@ -18,13 +18,15 @@ import msgspec
 import pytest
 
 from quire.engine import core
-from quire.engine.lora.memory import Revision
+from quire.engine.lora.registry import Revision
 from quire.engine.sched.interface import PauseState
 from quire.errors import ClientError, QuireError, ValidationError
 from quire.frontend.session import SessionInput
 from quire.sampling_params import SamplingParams
+from quire.testing.fake_hardware import fake_invocation
 from quire.testing.fake_model import ExpectedOutput, expected_output
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
+from quire.wire.lora import NEVER, AdapterInfo
 from tests.simulation.adapters import Adapters
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_input, draw_request
@@ -427,7 +429,9 @@ class Simulation:
         assert params is not None
         max_model_len = self.core.ready_response.max_model_len
         lora = request.lora_request
-        return expected_output(self.model, prompt, params, max_model_len, lora, received, digest)
+        start = 0 if lora is None else AdapterInfo(1, 1, "", 1, 1, fake_invocation(lora)).find_start(prompt)
+        self.seen["adapters that begin inside a prompt"] += 0 < start < NEVER
+        return expected_output(self.model, prompt, params, max_model_len, lora, received, digest, start)
 
     def _adapters(self, number: int) -> None:
         """Adapters are loaded, loaded again, removed, pinned, or change on the disk."""

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from math import ceil
 from typing import TYPE_CHECKING
 
+from quire.engine.kv_cache.changes import BlockChanges, describe_cached_blocks
+from quire.engine.kv_events import EventEncoder
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import PauseState
 from quire.wire.engine_core import EngineCoreOutput
@@ -24,6 +26,7 @@ from tests.simulation.cache_model import (
     check_order_of_new_blocks,
     free_queue,
 )
+from tests.simulation.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Client, Simulation
@@ -87,6 +90,9 @@ class Invariants:
         """Requests that had not run when the step began."""
         self._num_scheduled_tokens = 0
         self._drafts_seen: list[SpecDecodingStats] = []
+        self.pool.changes = BlockChanges()
+        self._events = EventEncoder([group.spec for group in self.manager.groups], uses_short_hashes=False)
+        self._subscriber = Subscriber()
 
     # -- after every operation ----------------------------------------------------------------------------------
 
@@ -94,6 +100,7 @@ class Invariants:
         """Checks that every request is in one place and has the tokens its client has received, and that every block is
         accounted for."""
         self.manager.check_integrity()
+        self._check_events()
         self._check_drafts()
         self.sim.adapters.check()
         scheduler, live = self.scheduler, self.sim.live
@@ -124,6 +131,20 @@ class Invariants:
         assert num_free == self.pool.num_gpu_blocks - len(held), (
             f"{num_free} of {self.num_blocks} blocks are free, requests hold {len(held) - 1}"
         )
+
+    def _check_events(self) -> None:
+        """Checks that a subscriber of KV cache events knows exactly what can be found; so does one that comes later."""
+        assert self.pool.changes is not None
+        changes = self.pool.changes.take()
+        if not changes:
+            return
+        self._subscriber.apply(self._events.encode(0.0, changes))
+        found = {(key[:-4], int.from_bytes(key[-4:], "little")) for key in self.pool.cached_blocks._blocks}
+        assert self._subscriber.hashes() == found, "the events do not add up to what is cached"
+        late = Subscriber()
+        everything = describe_cached_blocks(self.pool.blocks, len(self.manager.groups))
+        late.apply(self._events.encode(0.0, everything))
+        assert late.hashes() == found, "a description of what is cached is incomplete"
 
     def _check_drafts(self) -> None:
         """Checks the laws L1 to L3 of speculation."""

@@ -28,7 +28,7 @@ SITUATIONS = (
     *("admissions in chunks", "preempted in flight", "aborted in flight"),
     *("finished: stop", "finished: length", "finished: repetition"),
     *("drafts", "accepted tokens", "runs cut by a stop"),
-    *("adapters", "blocked by adapters", "requests without their adapter"),
+    *("adapters", "blocked by adapters", "requests without their adapter", "adapters that begin inside a prompt"),
     *("feed", "segments", "ids used again at once", "sessions closed", "sessions without room"),
 )
 """Situations that a million operations must have met a thousand times each, or they prove little."""

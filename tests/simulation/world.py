@@ -41,7 +41,8 @@ DRAFTERS = (
     "raising",
 )
 LORAS = (LoRARequest("red", 1, "/red"), LoRARequest("red", 2, "/redder"), LoRARequest("blue", 3, "/blue"))
-MORE_LORAS = (*LORAS, LoRARequest("green", 4, "/green"), LoRARequest("grey", 5, "/grey"))
+MORE_LORAS = (*LORAS, LoRARequest("green", 4, "/green/alora=3,5"), LoRARequest("grey", 5, "/grey/alora=2"))
+"""Two of them begin at an invocation."""
 MAX_LOAD_STEPS = 12
 """Most steps that the load of an adapter takes."""
 

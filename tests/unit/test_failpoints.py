@@ -27,6 +27,7 @@ PLACES = {
     "lora.read": ("loader.py", "run"),
     "lora.pack": ("loader.py", "_pack_all"),
     "lora.install": ("table.py", "_apply_changes"),
+    "lora.remove": ("table.py", "_remove"),
     "kernels.trial": ("trial.py", "main"),
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),

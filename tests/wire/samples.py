@@ -43,6 +43,7 @@ from quire.wire.kv_cache import (
     LatentSpec,
     SlidingWindowSpec,
 )
+from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventSource
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
@@ -62,7 +63,7 @@ from quire.wire.stats import (
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 
 LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
-ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16)
+ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16, [7, 8])
 ADAPTER_STATS = AdapterStats({"loaded": 2}, [0.25], [0.5], 1, 1 << 20, {"ready": 1})
 REPETITION = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=2, min_count=3)
 STRUCTURED = StructuredOutputsParams(
@@ -140,8 +141,13 @@ STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1)
 SCHEDULER_STATS = SchedulerStats(
-    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS
+    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1
 )
+STORED = BlockStored(
+    [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
+)
+REMOVED = BlockRemoved([7], "GPU", 1, "LOCAL", "shared")
+SOURCE = KVEventSource("tcp://*:5557", "ipc:///replay", "kv", "map")
 EVENT = EngineCoreEvent(EngineCoreEventType.PREEMPTED, 12.5)
 OUTPUT = EngineCoreOutput(
     "0_request",
@@ -167,7 +173,7 @@ ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
 NEW_REQUEST = NewRequestData(
-    "r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True], 2
+    "r", [1, 2], ([3], [4, 5]), 1, UNTEXTED, POOLING, [6], LORA, [7, 8], "salt", SMALL_ARRAY, [True], 2, 1
 )
 CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
@@ -229,7 +235,13 @@ FULL: dict[str, Any] = {
         peak_memory_bytes=1 << 30,
         stamps=[Stamp("imports", 10.5, 0.25)],
         next_sequence=58,
+        kv_events=SOURCE,
     ),
+    "BlockStored": STORED,
+    "BlockRemoved": REMOVED,
+    "AllBlocksCleared": AllBlocksCleared(),
+    "KVEventBatch": KVEventBatch(1.5, [STORED, REMOVED, AllBlocksCleared()], 1),
+    "KVEventSource": SOURCE,
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,
     "SchedulerOutput": SchedulerOutput(

@@ -9,7 +9,13 @@ from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.errors import ConfigError
-from quire.worker.packed_cache import InvalidPackedFileError, PackedCache, max_cache_bytes, open_packed_file
+from quire.worker.packed_cache import (
+    InvalidPackedFileError,
+    PackedCache,
+    cache_root,
+    max_cache_bytes,
+    open_packed_file,
+)
 
 ACTIONS = ("list", "verify", "clear")
 MIB, GIB = 1 << 20, 1 << 30
@@ -19,7 +25,8 @@ def command_line() -> CommandLine:
     own = [Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False)]
     return CommandLine(
         "quire cache",
-        "List, check or delete packed weights, which later starts map into memory. They may be deleted while in use.",
+        "List, check or delete packed weights and adapters, which later starts map into memory. They may be deleted "
+        "while in use.",
         own,
         Positional("action", "list (the default); verify reads every file and checks its bytes; clear deletes all."),
     )
@@ -31,12 +38,13 @@ def run(args: Arguments) -> int:
     if action not in ACTIONS:
         raise ConfigError(f"unknown action {action!r}; quire cache takes one of {', '.join(ACTIONS)}")
     cache = PackedCache.default()
+    caches = cache, PackedCache.of_adapters()
     if action == "clear":
-        freed = cache.clear()
-        print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {_size(freed)} in {cache.directory}")
+        freed = sum(one.clear() for one in caches)
+        print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {_size(freed)} in {cache_root()}")
         return 0
-    files = [describe(path, is_verified=action == "verify") for path in cache.files()]
-    figures = {"directory": str(cache.directory), "max_bytes": max_cache_bytes(), "files": files}
+    files = [describe(path, is_verified=action == "verify") for one in caches for path in one.files()]
+    figures = {"directory": str(cache_root()), "max_bytes": max_cache_bytes(), "files": files}
     print(json.dumps(figures) if args["json"] else format_cache(figures))
     return int(action == "verify" and any(file["state"] != "ok" for file in files))
 
@@ -66,7 +74,8 @@ def format_cache(figures: dict[str, Any]) -> str:
     for file in figures["files"]:
         used = "-" if file["used_time"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(file["used_time"]))
         state = "" if file["state"] == "ok" else f"  {file['state']}"
-        lines.append(f"  {Path(file['path']).name}  {_size(file['bytes']):>9}  {used}  {file['source'] or '-'}{state}")
+        path = "/".join(Path(file["path"]).parts[-2:])
+        lines.append(f"  {path}  {_size(file['bytes']):>9}  {used}  {file['source'] or '-'}{state}")
     return "\n".join(lines)
 
 

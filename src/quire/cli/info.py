@@ -101,6 +101,7 @@ def describe_adapter(directory: Path, limits: LoRAConfig) -> Facts:
         "parameters": sum(math.prod(t.shape) for f in index.factors for t in (f.a, f.b)),
         "stored_bytes": sum(t.nbytes for f in index.factors for t in (f.a, f.b)),
         "memory_bytes": index.estimated_bytes(DTYPE_BYTES["bfloat16"]),
+        "begins_at": ", ".join(map(str, index.config.invocation)) or None,
         "notes": "; ".join(index.notes) or None,
     }
     return {"adapter": facts, "problems": []}

@@ -7,6 +7,11 @@ are (checkpoint.py), and nothing a header says is used as a path.
 An adapter adds scale * B A to the matrix of a module. Its tensors are `base_model.model.MODULE.lora_A.weight` [rank,
 inputs] and `.lora_B.weight` [outputs, rank]; those of a table are `MODULE.lora_embedding_A` [rank, rows] and
 `.lora_embedding_B` [dim, rank]. With `lora_bias` there is `MODULE.lora_B.bias` [outputs], too, scaled like the product.
+
+Experts have either such factors each (`MODULE.N.gate_proj`), or those of all in two tensors (`target_parameters`):
+`MODULE.lora_A.weight` [experts * rank, inputs] and `.lora_B.weight` [outputs, rank * experts], whose columns are of the
+experts in turn. A factor that is only as large as one expert's is of all experts. PEFT gives the names `MODULE` and
+`MODULE.base_layer` to the two matrices of an expert in an order that depends on which are there; their shapes differ.
 """
 
 from __future__ import annotations
@@ -15,15 +20,16 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, TypeVar
+from typing import Any, BinaryIO
 
+from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts, HeadTarget, NamePatterns
 from quire.config.checkpoint import TensorInfo, checked_path, find_file, parse_header, parse_object
 from quire.config.lora import LoRAConfig
-from quire.errors import AdapterError, ModelLoadError, NotFoundError, nearest
+from quire.errors import AdapterError, ModelLoadError, NotFoundError
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -31,16 +37,15 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 """Room for the factors of every matrix of 200 experts in 60 layers."""
 MAX_RANK = 512
-MAX_ALPHA = 1 << 20
-MAX_NAME_LEN = 256
-MAX_MESSAGE_LEN = 600
+MAX_ALPHA, MAX_INVOCATION = 1 << 20, 1024
+MAX_NAME_LEN, MAX_MESSAGE_LEN = 256, 600
 FLOATING = ("F32", "F16", "BF16")
 
 NO_EFFECT = frozenset(
     {
         *("lora_dropout", "task_type", "inference_mode", "revision", "peft_version", "auto_mapping"),
         *("megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "fan_in_fan_out"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),
     }
 )
@@ -48,98 +53,22 @@ NO_EFFECT = frozenset(
 about merging only.)"""
 READ = frozenset(
     {
-        *("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora"),
+        *("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "alora_invocation_tokens"),
         *("base_model_name_or_path", "bias", "init_lora_weights", "modules_to_save", "use_dora", "lora_bias"),
     }
 )
 REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales every output by the norm of the changed matrix, which is not implemented; "
     "merge it into the checkpoint",
-    "alora_invocation_tokens": "adapters that begin at an invocation (aLoRA) are not implemented",
-    "modules_to_save": "whole modules of an adapter are not implemented; train without modules_to_save, or merge it "
-    "into the checkpoint",
+    "modules_to_save": "of an adapter's whole modules only classifiers are served; train without others, "
+    "or merge it into the checkpoint",
 }
 """Fields that must not be set, and why."""
+HEADS = ("score", "classifier")
+"""Modules that may be in `modules_to_save`: the classifier of a model that pools."""
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of initialisations that change the base model, too."""
-
-
-T = TypeVar("T")
-
-MAX_PATTERNS, MAX_PATTERN_LEN = 4096, 256
-MAX_PATTERN_STEPS = 10**8
-"""Bound of the work of matching: about a second."""
-_PIECE = re.compile(r"\(\?:|[\w-]|\\[.dw]|\[\^?[\w-]+\]|[.()|^$*+?]")
-
-
-class NamePatterns(Generic[T]):
-    """Values by the names of modules: rank_pattern and alpha_pattern.
-
-    A key matches a name, or its end after a ".", as PEFT's do; the first one counts. Keys are names (whose "." is a
-    dot), or regular expressions of `_PIECE`s whose repetitions are of one character: they come from a repository, and
-    a search with nested ones would not end. Raises ValueError.
-    """
-
-    def __init__(self, values: Mapping[str, T]) -> None:
-        if len(values) > MAX_PATTERNS:
-            raise ValueError(f"{len(values)} keys; at most {MAX_PATTERNS} are read")
-        self._names: dict[str, tuple[int, T]] = {}
-        self._patterns: list[tuple[int, re.Pattern[str], T]] = []
-        self._costs: list[tuple[int, int]] = []
-        """Alternatives and repetitions of each pattern."""
-        for i, (key, value) in enumerate(values.items()):
-            if re.fullmatch(r"[\w.-]{1,256}", key):
-                self._names[key] = i, value
-                continue
-            self._costs.append(_cost(key))
-            try:
-                self._patterns.append((i, re.compile(rf"(?:.*\.)?(?:{key})"), value))
-            except (re.error, OverflowError) as e:
-                raise ValueError(f"key {key!r} is no regular expression: {e}") from None
-
-    def find(self, name: str, default: T) -> T:
-        """Returns the value of the first key that matches a module's name."""
-        parts = name.split(".")
-        ends = [".".join(parts[i:]) for i in range(len(parts))]
-        order, value = min((self._names[end] for end in ends if end in self._names), default=(MAX_PATTERNS, default))
-        for i, pattern, other in self._patterns:
-            if i < order and pattern.fullmatch(name):
-                return other
-        return value
-
-    def check_cost(self, names: Collection[str]) -> None:
-        """Raises ValueError if matching all of these names could take too long."""
-        longest = max(map(len, names))
-        steps = sum(n * longest ** (k + 1) // math.factorial(k + 1) for n, k in self._costs) * len(names)
-        if steps > MAX_PATTERN_STEPS:
-            raise ValueError(
-                f"its patterns are too many or too wide for {len(names)} modules; name the modules instead"
-            )
-
-
-def _cost(key: str) -> tuple[int, int]:
-    """Returns the number of alternatives of a regular expression, multiplied over its groups, and of its repetitions.
-    Raises ValueError for one that is not in the language of `NamePatterns`."""
-    position, last, bars, alternatives, repetitions = 0, "(", [1], 1, 0
-    while position < len(key) <= MAX_PATTERN_LEN and (found := _PIECE.match(key, position)):
-        piece, position = found.group(), found.end()
-        if piece in "*+?":
-            if last in "()|^$*+?":
-                raise ValueError(f"key {key!r} repeats something else than one character")
-            repetitions, alternatives = repetitions + (piece != "?"), alternatives * (1 + (piece == "?"))
-        elif piece[0] == "(":
-            bars.append(1)
-        elif piece == "|":
-            bars[-1] += 1
-        elif piece == ")" and len(bars) > 1:
-            alternatives *= bars.pop()
-        last = piece[0]
-    if position < len(key):
-        raise ValueError(
-            f"key {key[:80]!r} is longer than {MAX_PATTERN_LEN} or has more than names, . [] () | ^ $ \\ * + ?"
-        )
-    return alternatives * math.prod(bars), repetitions
 
 
 @dataclass(frozen=True)
@@ -152,6 +81,8 @@ class AdapterConfig:
     ranks: NamePatterns[int]
     """Ranks of modules that differ."""
     alphas: NamePatterns[float]
+    invocation: tuple[int, ...]
+    """Tokens at whose last occurrence in a prompt the adapter begins (aLoRA); empty: it applies to all tokens."""
     base_model: str
     targets: tuple[str, ...]
     """Names in `target_modules`, if it is a list."""
@@ -177,6 +108,7 @@ class AdapterConfig:
             uses_rslora=fields.switch("use_rslora"),
             ranks=fields.patterns("rank_pattern", rank=True),
             alphas=fields.patterns("alpha_pattern"),
+            invocation=fields.token_ids("alora_invocation_tokens"),
             base_model=str(raw.get("base_model_name_or_path") or ""),
             targets=tuple(map(str, targets)) if isinstance(targets, list) else (),
             source=source,
@@ -206,7 +138,7 @@ class _Fields:
         if raw.get("peft_type") != "LORA":
             raise self._wrong("peft_type", "Quire serves adapters of type LORA only")
         for name, why in REFUSED.items():
-            if raw.get(name):
+            if raw.get(name) and not (name == "modules_to_save" and _are_heads(raw[name])):
                 raise self._wrong(name, why)
         if raw.get("bias") not in (None, "none"):
             raise self._wrong("bias", "biases of the base model cannot be replaced; train with bias='none'")
@@ -239,6 +171,13 @@ class _Fields:
             raise self._wrong(name, "it must be true or false")
         return bool(value)
 
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        raw = self.raw.get(name) or []
+        ids = [i for i in raw if type(i) is int and 0 <= i < 1 << 31] if isinstance(raw, list) else None
+        if ids != raw or len(raw) > MAX_INVOCATION:
+            raise self._wrong(name, f"it must be a list of at most {MAX_INVOCATION} token ids")
+        return tuple(raw)
+
     def patterns(self, name: str, *, rank: bool = False) -> NamePatterns[Any]:
         raw = self.raw.get(name) or {}
         if not isinstance(raw, dict):
@@ -255,6 +194,10 @@ class _Fields:
         value = self.raw.get(name) if value is None else value
         shown = "missing" if value is None else repr(value)[:80]
         return AdapterError(f"{self.source}: {name} is {shown}: {why}")
+
+
+def _are_heads(names: Any) -> bool:
+    return isinstance(names, list) and all(name in HEADS for name in names)
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -341,44 +284,6 @@ def _cut(text: str) -> str:
 
 # -- tensors -------------------------------------------------------------------------------------------------------
 
-Kind = Literal["linear", "embedding"]
-
-
-@dataclass(frozen=True)
-class AdapterTarget:
-    """A matrix of the model that an adapter may change: `part` of `site`, whose parts are computed as one."""
-
-    site: str
-    part: int
-    in_features: int
-    out_features: int
-    kind: Kind = "linear"
-
-
-@dataclass(frozen=True)
-class AdapterTargets:
-    """The matrices of a model, by the model's names of their tensors (`model.layers.0.mlp.up_proj.weight`)."""
-
-    targets: Mapping[str, AdapterTarget]
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Why other modules of the model cannot be changed, by the model's name."""
-    rename: Callable[[str], str | None] = str
-    """Returns the model's name of a checkpoint's tensor; None: the model does not need it."""
-
-    def find(self, module: str) -> AdapterTarget | str:
-        """Returns the matrix of a module, by the checkpoint's name, or why there is none."""
-        name = self.rename(f"{module}.weight")
-        if name is None:
-            return "which the model leaves out"
-        for candidate in (name, f"model.{name}"):  # adapters of a bare decoder
-            if candidate in self.targets:
-                return self.targets[candidate]
-            for place, why in self.unsupported.items():
-                if candidate.startswith(f"{place}."):
-                    return why
-        known = {name.rpartition(".")[0].rpartition(".")[2] for name in self.targets}
-        return f"which the model does not have: {nearest(module.rpartition('.')[2], known, 'is it of another model?')}"
-
 
 @dataclass(frozen=True)
 class Factors:
@@ -392,10 +297,35 @@ class Factors:
     b: TensorInfo
     bias: TensorInfo | None
     scale: float
+    rank: int
+    """Rank of one matrix."""
 
     @property
-    def rank(self) -> int:
-        return self.a.shape[0]
+    def is_flipped(self) -> bool:
+        """True if A is the second factor of experts, because PEFT takes their inputs for outputs."""
+        target = self.target
+        if target is None or target.experts is None:
+            return False
+        found = self.a.shape[1], self.b.shape[0]
+        both = (target.in_features, target.out_features), (target.out_features, target.in_features)
+        return found == both[1] and (found != both[0] or target.experts.are_flipped)
+
+    @property
+    def packed_size(self) -> int:
+        """An upper estimate of the numbers in its packed weights."""
+        experts = None if self.target is None else self.target.experts
+        sizes = (self.a.shape[1], self.b.shape[0]) if not self.is_flipped else (self.b.shape[0], self.a.shape[1])
+        count = 1 if experts is None else experts.count
+        return count * (_whole(self.rank) * sizes[0] + _whole(sizes[1]) * (self.rank + 1) + self.rank)
+
+
+@dataclass(frozen=True)
+class AdapterHead:
+    """A classifier that replaces the model's."""
+
+    weight: TensorInfo
+    """[labels, inputs]"""
+    bias: TensorInfo | None
 
 
 @dataclass(frozen=True)
@@ -407,6 +337,7 @@ class AdapterIndex:
     """In the order of their data in the file."""
     data_start: int
     """Position of the tensors' data in the file."""
+    head: AdapterHead | None = None
     notes: tuple[str, ...] = ()
     """Lines for the log."""
 
@@ -432,9 +363,8 @@ class AdapterIndex:
 
     def estimated_bytes(self, item_bytes: int = 4) -> int:
         """Returns an upper estimate of the memory of its packed weights, of `item_bytes` a number."""
-        return item_bytes * sum(
-            _whole(f.rank) * f.a.shape[1] + _whole(f.b.shape[0]) * (f.rank + 1) + f.rank for f in self.factors
-        )
+        head = 0 if self.head is None else self.head.weight.shape[0] * (self.head.weight.shape[1] + 1)
+        return item_bytes * (sum(factors.packed_size for factors in self.factors) + head)
 
 
 def _whole(count: int, panel: int = 16) -> int:
@@ -446,6 +376,9 @@ _FACTOR = re.compile(
     r"|(?P<y>[AB])(?:\.default)?\.weight|B(?:\.default)?\.(?P<z>bias))"
 )
 _BASE_LAYER = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.base_layer\.(?P<kind>weight|bias)")
+_HEAD = re.compile(
+    rf"(?:base_model\.model\.)?(?:{'|'.join(HEADS)})(?:\.modules_to_save(?:\.default)?)?\.(?P<kind>weight|bias)"
+)
 _SAYINGS: Mapping[str, str] = {
     ".lora_magnitude_vector": REFUSED["use_dora"],
     ".weight": REFUSED["modules_to_save"],
@@ -466,6 +399,8 @@ class _Matching:
     _tables: dict[str, bool] = field(default_factory=dict)
     """True for modules whose factors are named as those of a table are."""
     _copies: int = 0
+    _head: dict[str, TensorInfo] = field(default_factory=dict)
+    """Weight and bias of a classifier."""
 
     def match(self, tensors: Mapping[str, TensorInfo], data_start: int) -> AdapterIndex:
         for name, info in tensors.items():
@@ -475,18 +410,26 @@ class _Matching:
         with self._pattern_errors():
             for patterns in (self.config.ranks, self.config.alphas):
                 patterns.check_cost(self._found)
-        seen: dict[tuple[str, int, str], str] = {}
-        factors = []
-        for module, pair in self._found.items():
-            made = self._make(module, pair)
-            target = made.target
-            key = (module, 0, "") if target is None else (target.site, target.part, target.kind)
-            if key in seen:
-                raise AdapterError(f"{self.path}: {module} and {seen[key]} are the same matrix of the model")
-            seen[key] = module
-            factors.append(made)
+        factors = [self._make(module, pair) for module, pair in self._found.items()]
+        self._check_each_once(factors)
         factors.sort(key=lambda made: made.a.offset)
-        return AdapterIndex(self.config, tuple(factors), data_start, tuple(self._notes()))
+        return AdapterIndex(self.config, tuple(factors), data_start, self._make_head(), tuple(self._notes()))
+
+    def _check_each_once(self, factors: Sequence[Factors]) -> None:
+        """Raises AdapterError if two names are of the same matrix."""
+        seen: dict[tuple[str, int, str], str] = {}
+        for made in factors:
+            target = made.target
+            key = (made.module, 0, "") if target is None else (target.site, target.part, target.kind)
+            other = seen.get(key)
+            if target is not None and target.kind == "experts":
+                other = seen.get((target.site, 0, ""), other)
+            elif target is not None:
+                other = seen.get((target.site, 0, "experts"), other)
+                seen[target.site, 0, ""] = made.module
+            if other is not None:
+                raise AdapterError(f"{self.path}: {made.module} and {other} are the same matrix of the model")
+            seen[key] = made.module
 
     def _sort(self, name: str, info: TensorInfo) -> None:
         """Puts a tensor to its module."""
@@ -494,7 +437,10 @@ class _Matching:
             raise AdapterError(f"{self.path}: tensor {name[:80]}… has a name of more than {MAX_NAME_LEN} characters")
         found = _FACTOR.fullmatch(name)
         if found is None:
-            self._check_copy(name, info)
+            if head := _HEAD.fullmatch(name):
+                self._head[head["kind"]] = info
+            else:
+                self._check_copy(name, info)
             return
         if info.dtype not in FLOATING:
             raise AdapterError(f"{self.path}: tensor {name} is {info.dtype}; factors are {', '.join(FLOATING)}")
@@ -536,8 +482,10 @@ class _Matching:
             present = next(iter(pair.values()))
             raise AdapterError(f"{self.path}: tensor {present.name} has no counterpart lora_{min(missing)}")
         a, b, bias = pair["A"], pair["B"], pair.get("bias")
-        rank, said = a.shape[0], self.config.rank_of(module)
         target = self._target(module)
+        if target is not None and target.experts is not None:
+            return self._make_experts(module, target.experts, a, b, bias)
+        rank, said = a.shape[0], self.config.rank_of(module)
         if target is not None:
             for info, shape in ((a, (said, target.in_features)), (b, (target.out_features, said))):
                 if info.shape != shape:
@@ -545,7 +493,9 @@ class _Matching:
                         f"{self.path}: tensor {info.name} has shape {list(info.shape)}; with rank {said} of "
                         f"{CONFIG_FILE} and the model it must be {list(shape)}"
                     )
-        if not rank == b.shape[1] == said:
+        if target is None and module.removesuffix(".base_layer").endswith("experts"):
+            rank = said  # the number of experts is not known
+        elif not rank == b.shape[1] == said:
             raise AdapterError(
                 f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not have the rank "
                 f"{said} that {CONFIG_FILE} gives them"
@@ -554,11 +504,69 @@ class _Matching:
             raise AdapterError(
                 f"{self.path}: tensor {bias.name} has shape {list(bias.shape)}; the module has {b.shape[0]} outputs"
             )
+        self._check_rank(module, rank)
+        return Factors(module, target, a, b, bias, self.config.scale_of(module), rank)
+
+    def _make_experts(
+        self, module: str, experts: AllExperts, a: TensorInfo, b: TensorInfo, bias: TensorInfo | None
+    ) -> Factors:
+        """Returns the factors of one of the two matrices of all experts."""
+        target = experts.find((a.shape[1], b.shape[0]))
+        if target is None:
+            raise AdapterError(
+                f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} fit no matrix of "
+                f"{experts.count} experts of {experts.hidden} inputs and size {experts.size}"
+            )
+        matrix = "gate_up_proj" if target.site == experts.gate_up_site else "down_proj"
+        name = f"{module.removesuffix('.base_layer')}.{matrix}"  # as PEFT's patterns see it
+        rank = self.config.rank_of(name)
+        if a.shape[0] not in (rank, experts.count * rank) or b.shape[1] not in (rank, experts.count * rank):
+            raise AdapterError(
+                f"{self.path}: tensors {a.name} {list(a.shape)} and {b.name} {list(b.shape)} do not have the rank "
+                f"{rank} that {CONFIG_FILE} gives {name}, nor {experts.count} times that"
+            )
+        if bias is not None:
+            raise AdapterError(f"{self.path}: tensor {bias.name}: factors of all experts have no biases")
+        self._check_rank(name, rank)
+        return Factors(module, target, a, b, None, self.config.scale_of(name), rank)
+
+    def _make_head(self) -> AdapterHead | None:
+        """Returns the classifier, checked."""
+        if not self._head:
+            return None
+        weight, bias = self._head.get("weight"), self._head.get("bias")
+        if weight is None:
+            raise AdapterError(f"{self.path}: the classifier's bias has no weight")
+        target = None if self.targets is None else self.targets.head
+        if self.targets is not None and target is None:
+            raise AdapterError(
+                f"{self.path}: tensor {weight.name} is of a classifier; the model has none that an adapter can replace"
+            )
+        for info, dims in ((weight, 2), (bias, 1)):
+            if info is not None and (info.dtype not in FLOATING or len(info.shape) != dims or 0 in info.shape):
+                raise AdapterError(f"{self.path}: tensor {info.name} is {info.dtype} {list(info.shape)}")
+        if target is not None:
+            self._check_labels(target, weight, bias)
+        return AdapterHead(weight, bias)
+
+    def _check_labels(self, target: HeadTarget, weight: TensorInfo, bias: TensorInfo | None) -> None:
+        labels, limit = weight.shape[0], self.limits.max_lora_cls_labels
+        if weight.shape[1] != target.in_features or (bias is not None and bias.shape != (labels,)):
+            shapes = [list(info.shape) for info in (weight, bias) if info is not None]
+            raise AdapterError(
+                f"{self.path}: the classifier {weight.name} has shapes {shapes}; the model's has {target.in_features} "
+                "inputs"
+            )
+        if labels != target.num_labels and (limit is None or labels > limit or target.num_labels == 1):
+            raise AdapterError(
+                f"{self.path}: the classifier {weight.name} has {labels} labels, the model's {target.num_labels}; "
+                "--max-lora-cls-labels allows others, up to its value, of a model with several"
+            )
+
+    def _check_rank(self, module: str, rank: int) -> None:
         limit = self.limits.max_lora_rank
         if limit is not None and rank > limit:
             raise AdapterError(f"{self.path}: {module} has rank {rank}; --max-lora-rank is {limit}")
-        scale = self.config.scale_of(module)
-        return Factors(module, target, a, b, bias, scale)
 
     def _target(self, module: str) -> AdapterTarget | None:
         """Returns the matrix of a module; None if the model is not known."""

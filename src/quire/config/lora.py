@@ -55,6 +55,13 @@ class LoRAConfig:
         "Modules that an adapter may change (suffixes or full names); adapters with others are refused. Default: all.",
         takes_many=True,
     )
+    max_lora_cls_labels: int | None = flag(
+        None,
+        "Most labels of a classifier that an adapter brings. Default: as many as the model's own has.",
+        parse=int,
+        minimum=1,
+        maximum=1 << 16,
+    )
     lora_memory_bytes: int | None = flag(
         None,
         "Memory of loaded adapters (1G, 512M). Default: 1 GiB, at most a tenth of the free memory; 64M at least.",
@@ -136,6 +143,6 @@ def resolve_adapter_dir(path: str, download_dir: str | None = None) -> Path:
         raise NotFoundError(
             f"{path} is a file; give the directory that holds adapter_config.json and the weights", param="lora_path"
         )
-    if not is_hub_id(path):
+    if "/" not in path or not is_hub_id(path):  # the hub's adapters have owners
         raise NotFoundError(f"there is no adapter at {path}: no such directory", param="lora_path", value=path)
     return fetch_model(path, None, download_dir, None, ADAPTER_FILES)

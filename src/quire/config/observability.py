@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.flags import flag, parse_human_int, parse_json_object
+from quire.config.kv_events import KVEventsConfig
 from quire.errors import ConfigError
 
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)*")
@@ -107,8 +108,17 @@ class ObservabilityConfig:
         metavar="JSON",
     )
 
+    kv_events_config: dict[str, Any] | None = flag(
+        None,
+        "JSON object: publishes which prefixes are cached, for routers, e.g. "
+        '{"enable_kv_cache_events": true} (docs/kv_events.md).',
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+
     def __post_init__(self) -> None:
         ProfilerConfig.from_json(self.profiler_config or {})
+        KVEventsConfig.from_json(self.kv_events_config or {})
         modules = (self.collect_detailed_traces or "all").split(",")
         if not set(modules) <= {"all", "model", "worker"}:
             raise ConfigError(
@@ -119,6 +129,11 @@ class ObservabilityConfig:
         version = self.show_hidden_metrics_for_version
         if version is not None and not _VERSION.fullmatch(version):
             raise ConfigError(f"--show-hidden-metrics-for-version {version!r} is no version such as 0.7")
+
+    @property
+    def kv_events(self) -> KVEventsConfig:
+        """`kv_events_config`, with its defaults."""
+        return KVEventsConfig.from_json(self.kv_events_config or {})
 
     @property
     def profiler(self) -> ProfilerConfig:

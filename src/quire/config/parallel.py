@@ -127,6 +127,9 @@ class ParallelConfig:
         "Speak with the engine core over TCP, encrypted and authenticated, on this address; unset: by private sockets.",
     )
 
+    engine_index: int = 0
+    """Index of the engine: no flag, set where its core starts."""
+
     def __post_init__(self) -> None:
         for is_wrong, why in _MISTAKES:
             if is_wrong(self):

@@ -21,6 +21,7 @@ from quire.engine.executor.abstract import Executor
 from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.sizing import initialize_kv_caches
+from quire.engine.kv_events import make_source
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
@@ -90,7 +91,7 @@ class EngineCore:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        observers, self._traces = make_observers(config, sizes)
+        observers, self._traces = make_observers(config, sizes, self.heartbeat)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         self.adapters = AdapterManager(config.lora_config, self.executor, sizes.adapter_bytes, wake=wake)
         adapters: AdmissionGate = self.adapters
@@ -111,6 +112,7 @@ class EngineCore:
         )
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
+        events = config.observability_config.kv_events
         self.ready_response = EngineCoreReadyResponse(
             max_model_len=sizes.max_model_len,
             num_gpu_blocks=sizes.config.num_blocks,
@@ -118,6 +120,7 @@ class EngineCore:
             kv_cache_size_tokens=sizes.num_tokens,
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
+            kv_events=make_source(events, config.parallel_config.engine_index) if events.is_enabled else None,
         )
         self.batch_queue_size = self.executor.max_concurrent_batches
         self.batch_queue: deque[_QueuedStep] = deque()
@@ -147,7 +150,7 @@ class EngineCore:
         """
         adapter = self.adapters.bind(request)
         try:
-            core_request = Request(request, self.block_hasher, adapter)
+            core_request = Request(request, self.block_hasher, adapter, self.adapters.find_start(request, adapter))
             self.structured_output_manager.grammar_init(core_request)
         except BaseException:
             self.adapters.unbind(adapter)

@@ -131,6 +131,16 @@ class HeartbeatWriter:
             self._draft_s = max(duration_s, _FORGET * self._draft_s)
             self._page.begin_phase(Phase.UPDATE)
 
+    @property
+    def event_sequence(self) -> int:
+        """Sequence number of the next batch of KV cache events: that of the core before, after a restart."""
+        return 0 if self._page is None else self._page.event_sequence
+
+    def note_event_sequence(self, sequence: int) -> None:
+        """Records that number for the next core, on the thread that sends events."""
+        if self._page is not None:
+            self._page.event_sequence = sequence
+
     def stopped(self) -> None:
         """Marks an intended end. An engine that fails does not mark it, so the page shows what it was doing."""
         if self._page is not None:

@@ -451,7 +451,9 @@ def _make_core(metadata: EngineHandshakeMetadata, engine_index: int) -> EngineCo
         page.incarnation = metadata.incarnation
     heartbeat = HeartbeatWriter(page)
     heartbeat.starting()
-    config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation, engine_index)
+    config = decode_config(metadata.engine_config)
+    parallel = dataclasses.replace(config.parallel_config, engine_index=engine_index)
+    config = of_incarnation(dataclasses.replace(config, parallel_config=parallel), metadata.incarnation)
     if config.parallel_config.data_parallel_size > 1:
         set_process_title(f"EngineCore_DP{engine_index}")
     if metadata.without_drafts:

@@ -49,13 +49,18 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 
 class RequestReport:
-    """Counts of a request's admissions and preemptions; events, stop reason and error for its client."""
+    """Counts of a request's admissions and preemptions; its adapter; events, stop reason and error for its client."""
 
-    __slots__ = ("adapter", "error", "events", "num_cached_tokens", "num_lost_tokens", "num_preemptions", "stop_reason")
+    __slots__ = (
+        *("adapter", "error", "events", "lora_start", "num_cached_tokens", "num_lost_tokens", "num_preemptions"),
+        "stop_reason",
+    )
 
     def __init__(self) -> None:
         self.adapter: AdapterInfo | None = None
         """The loaded revision that it uses; None before its first admission."""
+        self.lora_start = 0
+        """Position of the first token that the adapter applies to; negative: not known yet."""
         self.num_cached_tokens = -1
         """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
         self.num_lost_tokens = 0
@@ -114,8 +119,9 @@ class Request:
         origin: EngineCoreRequest,
         block_hasher: BlockHasher | None = None,
         adapter: AdapterKey | None = None,
+        lora_start: int = 0,
     ) -> None:
-        """`origin.output_token_ids` (a resumption) are its first outputs.
+        """`origin.output_token_ids` (a resumption) are its first outputs; `adapter` and `lora_start`: `bind_adapter`.
 
         Raises ValidationError if `origin` has no prompt tokens, or not exactly one kind of parameters.
         """
@@ -156,7 +162,7 @@ class Request:
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`; empty where prefix caching is off."""
-        self.bind_adapter(adapter)
+        self.bind_adapter(adapter, lora_start)
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -185,9 +191,9 @@ class Request:
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
-    def bind_adapter(self, adapter: AdapterKey | None) -> None:
-        """Uses this revision of its adapter from now on, of which nothing is computed yet."""
-        self.adapter = adapter
+    def bind_adapter(self, adapter: AdapterKey | None, lora_start: int = 0) -> None:
+        """Uses this revision of its adapter, on the tokens from position `lora_start` on. Nothing is computed yet."""
+        self.adapter, self.report.lora_start = adapter, lora_start
         self.block_hashes = []
         if self._block_hasher is not None:
             self.block_hashes = self._block_hasher(self)
@@ -246,6 +252,11 @@ class Request:
     def lora_revision(self) -> int:
         """Revision of the adapter; 0 without one."""
         return 0 if self.adapter is None else self.adapter[1]
+
+    @property
+    def lora_start(self) -> int:
+        """Position of the first token that the adapter applies to."""
+        return self.report.lora_start
 
     @property
     def cache_salt(self) -> str | None:

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from quire import envs
 from quire.config.engine import EngineConfig
+from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.sizing import KVCacheSizes
+from quire.engine.kv_events import KVEventPublisher, KVEventsObserver
 from quire.engine.recording.file import BackgroundFile, FileRecorder
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
@@ -281,7 +284,9 @@ def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_co
         logger.exception("the step that failed could not be described")
 
 
-def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> tuple[list[SchedulerObserver], TraceBuffer | None]:
+def make_observers(
+    config: EngineConfig, sizes: KVCacheSizes, heartbeat: HeartbeatWriter
+) -> tuple[list[SchedulerObserver], TraceBuffer | None]:
     """Returns the observers that the configuration asks for, and the traces that clients can read. Raises ConfigError
     if one cannot work."""
     observability = config.observability_config
@@ -293,16 +298,28 @@ def make_observers(config: EngineConfig, sizes: KVCacheSizes) -> tuple[list[Sche
         observers.append(FileRecorder(config, sizes))
     if observability.trace_file is not None:
         observers.append(TraceFile(Path(observability.trace_file)))
+    if observability.kv_events.is_enabled and config.cache_config.enable_prefix_caching:
+        specs = [group.kv_cache_spec for group in sizes.config.kv_cache_groups]
+        publisher = KVEventPublisher(
+            observability.kv_events,
+            specs,
+            config.parallel_config.engine_index,
+            first_sequence=heartbeat.event_sequence,
+            note_sequence=heartbeat.note_event_sequence,
+            uses_short_hashes=envs.KV_EVENTS_USE_INT_BLOCK_HASHES.get() != "0",
+        )
+        observers.append(KVEventsObserver(publisher))
     return observers, traces
 
 
-def of_incarnation(config: EngineConfig, incarnation: int, engine_index: int = 0) -> EngineConfig:
+def of_incarnation(config: EngineConfig, incarnation: int) -> EngineConfig:
     """Returns the configuration of a core that was started `incarnation` times before.
 
     It writes files of its own, FILE.1, FILE.2, ..., and leaves those of the cores before it as they are. Engines beside
     the first one write FILE.engine1, FILE.engine1.1, ...
     """
     observability = config.observability_config
+    engine_index = config.parallel_config.engine_index
     suffix = (f".engine{engine_index}" if engine_index else "") + (f".{incarnation}" if incarnation else "")
     if not suffix or (observability.record is None and observability.trace_file is None):
         return config

@@ -97,7 +97,7 @@ class AdapterDoor:
         try:
             return str(resolve_adapter_dir(path, self._download_dir))
         except ConfigError as e:
-            raise AdapterError(str(e)) from None
+            raise AdapterError(str(e).replace("downloaded checkpoint", "downloaded adapter")) from None
 
 
 def make_door(config: EngineConfig) -> AdapterDoor:

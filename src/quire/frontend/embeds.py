@@ -24,6 +24,8 @@ MAX_HEADER_BYTES = 1 << 16
 
 Embeds = npt.NDArray[np.float32]
 """[num_positions, hidden_size]"""
+RawEmbeds = npt.NDArray[Any]
+"""The same in another type, its numbers not checked."""
 
 _NUMPY_MAGIC, _ZIP_MAGIC, _PICKLE_MAGIC = b"\x93NUMPY", b"PK\x03\x04", b"\x80"
 _SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
@@ -40,8 +42,8 @@ class EmbedsReader:
         self._hidden_size, self._max_model_len = hidden_size, max_model_len
         self._max_bytes = 4 * max_model_len * hidden_size + MAX_HEADER_BYTES
 
-    def decode(self, payload: str) -> Embeds:
-        """Returns the embeddings in base64 of a safetensors or .npy file."""
+    def decode(self, payload: str) -> RawEmbeds:
+        """Returns the array in base64 of a safetensors or .npy file, [n, hidden]. `read` checks its numbers."""
         if len(payload) > self._max_bytes * 4 // 3 + 4:
             raise _refused(
                 f"has {len(payload)} characters of base64; a context of {self._max_model_len} positions takes at most "
@@ -52,23 +54,28 @@ class EmbedsReader:
         except (binascii.Error, ValueError) as e:
             raise _refused(f"is no base64: {e}") from None
         if data.startswith(_NUMPY_MAGIC):
-            return self.check(_read_numpy(data))
+            return self._validate(_read_numpy(data))
         if data.startswith((_ZIP_MAGIC, _PICKLE_MAGIC)):
             raise _refused("is a torch or zip file, which is never opened; send safetensors.torch.save({'e': tensor})")
-        return self.check(_read_safetensors(data))
+        return self._validate(_read_safetensors(data))
 
     def read(self, value: Any) -> Embeds:
-        """Returns the embeddings in an array or a tensor of any library, [n, hidden] or [1, n, hidden]."""
+        """Returns the embeddings in an array or a tensor of any library, [n, hidden] or [1, n, hidden]: as float32, a
+        copy of the caller's."""
         if hasattr(value, "detach"):  # a tensor of torch: bfloat16 has no type in numpy
             value = value.detach().to("cpu").float().numpy()
         try:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as e:
             raise _refused(f"is a {type(value).__name__} that is no array: {e}") from None
-        return self.check(array)
+        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
+            embeds = np.array(self._validate(array), np.float32)
+        if not np.isfinite(embeds).all():
+            raise _refused("holds NaN or infinity; blocks of the cache are shared, and would keep them")
+        return embeds
 
-    def check(self, array: npt.NDArray[Any]) -> Embeds:
-        """Returns the array as float32, a copy of the caller's."""
+    def _validate(self, array: RawEmbeds) -> RawEmbeds:
+        """Returns the array without a first dimension of 1."""
         if array.ndim == 3 and array.shape[0] == 1:
             array = array[0]
         if array.ndim != 2 or array.shape[1] != self._hidden_size or not len(array):
@@ -85,11 +92,7 @@ class EmbedsReader:
                 param=PARAM,
                 value=len(array),
             )
-        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
-            embeds = np.array(array, np.float32)
-        if not np.isfinite(embeds).all():
-            raise _refused("holds NaN or infinity; blocks of the cache are shared, and would keep them")
-        return embeds
+        return array
 
 
 def _read_numpy(data: bytes) -> npt.NDArray[Any]:

@@ -20,7 +20,7 @@ from quire.config.pooling import PoolingConfig
 from quire.errors import PromptTooLongError, ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound
 from quire.frontend.adapters import AdapterDoor
-from quire.frontend.embeds import Embeds, EmbedsReader
+from quire.frontend.embeds import Embeds, EmbedsReader, RawEmbeds
 from quire.frontend.new_request import MAX_CACHE_SALT_CHARS, NewRequest, ParsedPrompt
 from quire.frontend.session import validate_session_params
 from quire.frontend.text.tokenizer import Tokenizer
@@ -172,8 +172,8 @@ class InputProcessor:
             ids = ids[:keep] if side == "right" else ids[-keep:]
         return parsed if ids is parsed.token_ids else replace(parsed, token_ids=ids)
 
-    def decode_embeds(self, payload: str) -> Embeds:
-        """Returns prompt embeddings from base64 of a file. Raises ValidationError."""
+    def decode_embeds(self, payload: str) -> RawEmbeds:
+        """Returns prompt embeddings from base64 of a file, to be given in a prompt. Raises ValidationError."""
         return self._require_embeds().decode(payload)
 
     def _require_embeds(self) -> EmbedsReader:

@@ -46,6 +46,7 @@ from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.lora import NEVER
 
 SCHEDULER = SchedulerConfig().scheduler_cls
 STOP_TOKEN, BROKEN_TOKEN = -1, -2
@@ -109,9 +110,17 @@ class ReplayedAdapters(AdmissionGate):
     def __init__(self) -> None:
         self.absent: set[str] = set()
         self.failed: set[str] = set()
+        self.rehashed: dict[str, bytes] = {}
+        """Hashes of blocks that requests get when they are looked at, joined."""
 
     def is_ready(self, request: Request) -> bool:
         """Returns what the recording has found."""
+        digests = self.rehashed.pop(request.request_id, None)
+        if digests is not None:
+            assert isinstance(request, ReplayedRequest)
+            request.set_blocks(0, digests)
+            request.block_hashes = []
+            request.block_hashes = request.hash_blocks()
         return request.request_id not in self.absent
 
     def get_error(self, request: Request) -> QuireError | None:
@@ -123,6 +132,7 @@ class ReplayedAdapters(AdmissionGate):
         if request.is_finished:
             self.absent.discard(request.request_id)
             self.failed.discard(request.request_id)
+            self.rehashed.pop(request.request_id, None)
 
 
 class ReplayedRequest(Request):
@@ -221,6 +231,7 @@ def make_request(event: Add, block_size: int) -> ReplayedRequest:
     )
     request = ReplayedRequest(origin, block_size, bool(flags & HAS_GRAMMAR))
     request.adapter = None if event.adapter is None else (0, event.adapter[1])
+    request.report.lora_start = NEVER  # the recorded hashes, and so the tokens, have the adapter
     return request
 
 
@@ -331,6 +342,7 @@ class Replayer:
         self._grammars.ready |= {self._ids[index] for index in details.ready}
         for index, has_adapter in details.adapters:
             (self._adapters.absent.discard if has_adapter else self._adapters.absent.add)(self._ids[index])
+        self._adapters.rehashed |= {self._ids[index]: digests for index, _, digests in details.hashes}
         for index, status in details.failed:
             if status == RequestStatus.FINISHED_ERROR and index in self.live and self.live[index].adapter is not None:
                 self._adapters.failed.add(self._ids[index])

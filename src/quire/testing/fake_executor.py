@@ -51,6 +51,7 @@ class _LiveRequest:
         self.num_computed = data.num_computed_tokens
         self.params = data.sampling_params
         self.identity = kv_identity(data.sampling_params, data.lora_request, adapter)
+        self.base = kv_identity(data.sampling_params, None), data.lora_start
         self.tables = tables
 
 
@@ -271,7 +272,7 @@ class FakeExecutor(Executor):
         if any(not 0 <= token_id < self.vocab_size for token_id in drafts):
             raise ProtocolError(f"request {req_id} has drafts outside the vocabulary of {self.vocab_size}: {drafts}")
         visible = [self._memory.read(table, table.first_visible(start), start) for table in request.tables]
-        sequence = FakeSequence(self.model, request.identity, visible)
+        sequence = FakeSequence(self.model, request.identity, visible, request.base)
         digests = [sequence.compute(tokens[position], position) for position in range(start, end)]
         for group, table in enumerate(request.tables):
             self._memory.write(table, start, sequence.slots(group))
@@ -376,7 +377,7 @@ class FakeExecutor(Executor):
     def propose(self, req_id: str, num_drafts: int) -> list[int]:
         """Returns the tokens that the model will draw next, if no grammar interferes."""
         request = self._requests[req_id]
-        sequence = FakeSequence(self.model, request.identity, [b""] * len(self._groups))
+        sequence = FakeSequence(self.model, request.identity, [b""] * len(self._groups), request.base)
         tokens = list(request.tokens)
         for position in range(len(request.tokens) + num_drafts):
             digest = sequence.compute(tokens[position], position)

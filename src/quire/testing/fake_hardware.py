@@ -181,6 +181,11 @@ def fake_digest(lora_request: LoRARequest) -> str:
     return sha256(file.read_bytes() if file.is_file() else path.encode()).hexdigest()
 
 
+def fake_invocation(lora_request: LoRARequest) -> list[int]:
+    """Returns the tokens at which an adapter begins: those in a path that ends with "alora=5,6"; none in another."""
+    return [int(token) for token in lora_request.lora_path.partition("alora=")[2].split(",") if token]
+
+
 class FakeAdapters:
     """The adapters of one worker. A load takes `load_s` seconds on a thread; with 0 it is done at once.
 
@@ -249,7 +254,8 @@ class FakeAdapters:
             return
         self.loaded[load.key] = digest
         size = self.size_of(load.lora_request)
-        future.set_result(AdapterInfo(*load.key, digest=digest, num_bytes=size, rank=8))
+        invocation = fake_invocation(load.lora_request)
+        future.set_result(AdapterInfo(*load.key, digest, size, 8, invocation))
 
     def drop(self, key: AdapterKey) -> None:
         """Drops a loaded adapter. Raises ProtocolError for one that is not."""

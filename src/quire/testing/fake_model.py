@@ -66,8 +66,10 @@ class FakeSequence:
     `slots` holds, per KV cache group, the bytes of the slots that attention can see before that position.
     """
 
-    def __init__(self, model: FakeModel, identity: int, slots: Sequence[bytes]) -> None:
-        self._identity = identity ^ crc32(model.weights.encode())
+    def __init__(self, model: FakeModel, identity: int, slots: Sequence[bytes], base: tuple[int, int] = (0, 0)) -> None:
+        """`base`: the identity of its first tokens, before its adapter begins, and how many they are."""
+        weights = crc32(model.weights.encode())
+        self._identity, self._base_identity, self._base_len = identity ^ weights, base[0] ^ weights, base[1]
         self._contexts = [
             _FullContext(group_slots) if window is None else _WindowContext(group_slots, window - 1)
             for window, group_slots in zip(model.windows, slots, strict=True)
@@ -77,7 +79,8 @@ class FakeSequence:
     def compute(self, token: int, position: int) -> int:
         """Returns the digest of the prefix that ends in `token` at `position`, and writes it into the slot of every
         group."""
-        digest = self._identity + token * 0x85EBCA6B + position * 0xC2B2AE35
+        identity = self._identity if position >= self._base_len else self._base_identity
+        digest = identity + token * 0x85EBCA6B + position * 0xC2B2AE35
         for context in self._contexts:
             digest = ((digest ^ context.digest) * 0x9E3779B1 + 1) & _UINT32
         digest ^= digest >> 15
@@ -128,13 +131,15 @@ def expected_output(
     lora_request: LoRARequest | None = None,
     output_token_ids: Sequence[int] = (),
     adapter: str = "",
+    lora_start: int = 0,
 ) -> ExpectedOutput:
     """Returns the output that a request must produce, whatever else the engine does. Uses no blocks, steps or batches.
 
     `output_token_ids` are its first outputs where another model gave them, before its weights were replaced. `adapter`
-    is the digest of its adapter's files.
+    is the digest of its adapter's files, and `lora_start` where it begins.
     """
-    sequence = FakeSequence(model, kv_identity(params, lora_request, adapter), [b""] * len(model.windows))
+    identity, base = kv_identity(params, lora_request, adapter), kv_identity(params, None)
+    sequence = FakeSequence(model, identity, [b""] * len(model.windows), (base, lora_start))
     digest = 0
     for position, token in enumerate([*prompt_token_ids, *output_token_ids]):
         digest = sequence.compute(token, position)

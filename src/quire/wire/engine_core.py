@@ -20,6 +20,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.timeline import Stamp
 from quire.wire.execution import LogprobsLists, LogprobsTensors
+from quire.wire.kv_events import KVEventSource
 from quire.wire.lora import AdapterInfo
 from quire.wire.stats import PrefillStats, SchedulerStats, SpecDecodeMetrics
 
@@ -222,3 +223,5 @@ class EngineCoreReadyResponse:
     next_sequence: int = 1
     """The `EngineCoreOutputs.sequence` of the next message to this client: more than 1 where another process was that
     client before, or where its connection was lost."""
+    kv_events: KVEventSource | None = None
+    """Where it publishes KV cache events; None: nowhere."""

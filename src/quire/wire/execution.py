@@ -43,6 +43,8 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """True for each position of `prompt_embeds` that is a token instead; None: none is."""
     lora_revision: int = 0
     """Revision of the adapter that the request is bound to."""
+    lora_start: int = 0
+    """Position of the first token that the adapter applies to."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -24,7 +24,9 @@ _IDS_START = _SEQUENCE.size + _HEADER.size
 _INTAKE = struct.Struct("<H")
 _INTAKE_START = PAGE_BYTES - 1024
 """Length and id of the request that is being prepared, written by another thread than the rest."""
-_IDS_ROOM, _INTAKE_ROOM = _INTAKE_START - _IDS_START, PAGE_BYTES - _INTAKE_START - _INTAKE.size
+_EVENTS_START = PAGE_BYTES - _SEQUENCE.size
+"""Sequence number of the next batch of KV cache events: one aligned word, written by a third thread."""
+_IDS_ROOM, _INTAKE_ROOM = _INTAKE_START - _IDS_START, _EVENTS_START - _INTAKE_START - _INTAKE.size
 IDLE_STAMP_INTERVAL_S = 0.5
 """Seconds between two writes of an idle core."""
 
@@ -93,12 +95,14 @@ class HeartbeatPage:
         self._is_starting = False
 
     @classmethod
-    def create(cls, path: Path) -> HeartbeatPage:
-        """Makes a new page, all zero: STARTING since the system's start. Called by the frontend before the core
-        starts."""
+    def create(cls, path: Path, event_sequence: int = 0) -> HeartbeatPage:
+        """Makes a new page, all zero but `event_sequence`: STARTING since the system's start. Called by the frontend
+        before the core starts."""
         path.write_bytes(b"\0" * PAGE_BYTES)
         path.chmod(0o600)
-        return cls.open(path)
+        page = cls.open(path)
+        page.event_sequence = event_sequence
+        return page
 
     @classmethod
     def open(cls, path: Path) -> HeartbeatPage:
@@ -171,6 +175,16 @@ class HeartbeatPage:
         (num_bytes,) = _INTAKE.unpack_from(self._memory, _INTAKE_START)
         start = _INTAKE_START + _INTAKE.size
         return self._memory[start : start + num_bytes].decode(errors="replace")
+
+    @property
+    def event_sequence(self) -> int:
+        """Sequence number of the next batch of KV cache events, which goes on over restarts."""
+        (sequence,) = _SEQUENCE.unpack_from(self._memory, _EVENTS_START)
+        return int(sequence)
+
+    @event_sequence.setter
+    def event_sequence(self, sequence: int) -> None:
+        _SEQUENCE.pack_into(self._memory, _EVENTS_START, sequence)
 
     def close(self) -> None:
         """Unmaps the page. Its owner deletes the file."""

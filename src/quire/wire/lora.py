@@ -10,6 +10,8 @@ import msgspec
 
 from quire.lora_request import LoRARequest
 
+NEVER = 1 << 62
+"""Position behind all tokens."""
 AdapterKey = tuple[int, int]
 """(lora_int_id, revision): one set of weights in the worker's memory."""
 
@@ -38,6 +40,18 @@ class AdapterInfo(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     """Memory of its packed weights."""
     rank: int
     """The largest rank of its sites."""
+    invocation_token_ids: list[int] = []
+    """Tokens at whose last occurrence in a prompt it begins; empty: it applies to all tokens."""
+
+    def find_start(self, prompt_token_ids: list[int]) -> int:
+        """Returns the position of the first token of a request that it applies to; `NEVER` if it applies to none."""
+        wanted = self.invocation_token_ids
+        if not wanted:
+            return 0
+        for start in range(len(prompt_token_ids) - len(wanted), -1, -1):
+            if prompt_token_ids[start] == wanted[0] and prompt_token_ids[start : start + len(wanted)] == wanted:
+                return start
+        return NEVER
 
 
 class RegisteredAdapter(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -26,6 +26,8 @@ from quire.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Longest frame; a longer one ends its connection before it is read."""
+MAX_REQUEST_BYTES = 1 << 12
+"""Longest frame of a request to a public socket."""
 ZAP_DOMAIN = b"quire"
 BINDS_BY_DEFAULT = frozenset(t for t in zmq.SocketType if t not in (zmq.PUSH, zmq.SUB, zmq.XSUB))
 
@@ -165,6 +167,23 @@ def make_zmq_socket(
             socket.bind(address)
         else:
             socket.connect(address)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def make_public_socket(
+    context: zmq.Context[Any], address: str, socket_type: int, *, bind: bool, high_water_mark: int, linger_ms: int
+) -> zmq.Socket[Any]:
+    """Makes a socket whose messages other programs read, without encryption: what is beyond the mark is lost to a slow
+    reader. It takes in short requests only. Raises zmq.ZMQError."""
+    socket: zmq.Socket[Any] = context.socket(socket_type)
+    try:
+        socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.LINGER, linger_ms)
+        (socket.bind if bind else socket.connect)(address)
     except BaseException:
         socket.close(linger=0)
         raise

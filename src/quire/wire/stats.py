@@ -173,6 +173,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Outputs with tokens that are not their request's first."""
     adapters: AdapterStats | None = None
     """None where no adapter is known."""
+    num_dropped_kv_events: int = 0
+    """Batches of KV cache events that could not be published."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]

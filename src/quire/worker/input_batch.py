@@ -96,6 +96,8 @@ class InputBatch:
         self.sampling = SamplingTable(max_num_reqs)
         self.adapter_slots = np.full(max_num_reqs, NO_ADAPTER, dtype=np.int64)
         """Slot of each request's adapter: see worker/lora/table.py."""
+        self.adapter_starts = np.zeros(max_num_reqs, dtype=np.int64)
+        """Position of the first token of each request that its adapter applies to."""
         self.draft_hints: dict[str, tuple[npt.NDArray[np.int32] | None, str | None]] = {}
         """(predicted outputs, cache salt) of the requests that have either."""
         self.embeds: dict[str, PromptEmbeds] = {}
@@ -120,7 +122,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = len(request.prompt_token_ids)
         self.num_tokens[row] = len(tokens)
         self.num_computed_tokens[row] = request.num_computed_tokens
-        self.adapter_slots[row] = adapter_slot
+        self.adapter_slots[row], self.adapter_starts[row] = adapter_slot, request.lora_start
         if request.prediction_token_ids or request.cache_salt is not None:
             prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
             self.draft_hints[request.req_id] = prediction, request.cache_salt
@@ -162,7 +164,9 @@ class InputBatch:
         self.req_ids[target] = req_id
         self.rows[req_id] = target
         self.token_ids[target, :n] = self.token_ids[source, :n]
-        for array in (self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens, self.adapter_slots):
+        for array in (self.num_prompt_tokens, self.num_tokens, self.num_computed_tokens):
+            array[target] = array[source]
+        for array in (self.adapter_slots, self.adapter_starts):
             array[target] = array[source]
         for table in self.block_tables:
             table.move_row(source, target)
@@ -235,6 +239,8 @@ class StepInputs:
     """Tokens that are embeddings, [n] int64, and their rows, [n, hidden_size] float32; None: there are none."""
     adapter_slots: npt.NDArray[np.int64] | None = None
     """[num_reqs] ascending slots of the requests' adapters; None: the step has no adapters."""
+    base_lens: npt.NDArray[np.int64] | None = None
+    """[num_reqs] first tokens of each request that its adapter does not apply to; None: there are none."""
 
     @property
     def logits_lens(self) -> npt.NDArray[np.int64]:
@@ -269,11 +275,13 @@ def make_step_inputs(
     for req_id, num_tokens in num_scheduled_tokens.items():
         scheduled[batch.rows[req_id]] = num_tokens
     rows = np.flatnonzero(scheduled)
-    slots = batch.adapter_slots[rows]
+    num_before = batch.adapter_starts[rows] - batch.num_computed_tokens[rows]  # tokens before the adapter
+    slots = np.where(num_before >= scheduled[rows], NO_ADAPTER, batch.adapter_slots[rows])
     has_adapters = bool((slots != NO_ADAPTER).any())
     if has_adapters:
         order = np.argsort(slots, kind="stable")
-        rows, slots = rows[order], slots[order]
+        rows, slots, num_before = rows[order], slots[order], num_before[order]
+    base_lens = np.where(slots == NO_ADAPTER, 0, num_before).clip(0)
     query_lens = scheduled[rows]
     computed = batch.num_computed_tokens[rows]
     seq_lens = computed + query_lens
@@ -305,6 +313,7 @@ def make_step_inputs(
         num_drafts=num_drafts,
         embeds=_find_embeds(batch, rows, starts, computed, seq_lens, device) if batch.embeds else None,
         adapter_slots=slots if has_adapters else None,
+        base_lens=base_lens if base_lens.any() else None,
     )
 
 

@@ -53,8 +53,8 @@ class Adapters(Protocol):
         """Applies the adapters of a step's requests inside the block."""
         ...
 
-    def apply_to_logits(self, slot: int, num_rows: int) -> None:
-        """Applies one adapter to the rows of the next call of the logits head."""
+    def apply_to_logits(self, slot: int, num_rows: int, num_base: int) -> None:
+        """Applies one adapter to the rows of the next call of the logits head but the first `num_base`."""
         ...
 
 
@@ -247,10 +247,11 @@ class ModelRunner:
             hidden = hidden[torch.from_numpy(indices).to(self.device)]
         return self.model.compute_logits(hidden)
 
-    def _logits_of_one(self, inputs: StepInputs, index: int, hidden: Tensor) -> Tensor:
-        """Returns the logits of some rows of the step's request at `index`."""
+    def _logits_of_one(self, inputs: StepInputs, index: int, first: int, hidden: Tensor) -> Tensor:
+        """Returns the logits of rows of the step's request at `index`, of which `first` is the number of the first."""
         if self.adapters is not None and inputs.adapter_slots is not None:
-            self.adapters.apply_to_logits(int(inputs.adapter_slots[index]), hidden.shape[0])
+            num_base = 0 if inputs.base_lens is None else min(max(0, inputs.base_lens[index] - first), len(hidden))
+            self.adapters.apply_to_logits(int(inputs.adapter_slots[index]), len(hidden), int(num_base))
         return self.model.compute_logits(hidden)
 
     # -- runs without requests ----------------------------------------------------------------------------------------

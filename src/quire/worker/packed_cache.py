@@ -32,12 +32,14 @@ HEADER = struct.Struct("<8sIIQQ32s")
 """Magic, version, zero, where the table begins, its bytes, its SHA-256. The file ends with the table."""
 ALIGNMENT = 4096
 MAX_TABLE_BYTES = 1 << 28
-SUFFIX = ".packed"
+SUFFIX, LINK_SUFFIX = ".packed", ".link"
 CHUNK_BYTES = 8 << 20
 SUMMED_BYTES = 256
 """Blobs up to this size describe others and are checked at each start, which costs nothing."""
 STALE_PART_S = 24 * 3600.0
 """Age at which the remains of a killed writer are deleted."""
+UNUSED_LINK_S = 90 * 24 * 3600.0
+"""Age at which a link is deleted."""
 GIB = 1 << 30
 
 Key = Mapping[str, Any]
@@ -192,11 +194,32 @@ class PackedCache:
         """Returns the packed-weight cache of the current user."""
         return PackedCache(cache_root() / "packed")
 
+    @staticmethod
+    def of_adapters() -> PackedCache:
+        """Returns the cache of packed adapters of the current user."""
+        return PackedCache(cache_root() / "lora")
+
     def path_of(self, key: Key) -> Path:
         """Returns the path of the file of `key`. The code that packs is no part of it: the file an upgrade writes
         replaces the former one."""
-        text = json.dumps({name: value for name, value in key.items() if name != "code"}, sort_keys=True).encode()
-        return self.directory / f"{hashlib.sha256(text).hexdigest()[:32]}{SUFFIX}"
+        return self._place_of({name: value for name, value in key.items() if name != "code"}, SUFFIX)
+
+    def _place_of(self, key: Key, suffix: str) -> Path:
+        text = json.dumps(key, sort_keys=True).encode()
+        return self.directory / f"{hashlib.sha256(text).hexdigest()[:32]}{suffix}"
+
+    def read_link(self, key: Key) -> str | None:
+        """Returns what was written for `key`; None if nothing was."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._place_of(key, LINK_SUFFIX).read_text("ascii")
+        return None
+
+    def write_link(self, key: Key, text: str) -> None:
+        """Writes a short text for `key`. Raises OSError."""
+        path = self._place_of(key, LINK_SUFFIX)
+        part = path.with_name(f"{path.name}.{os.getpid()}-{time.monotonic_ns():x}.part")
+        part.write_text(text, "ascii")
+        part.replace(path)
 
     def open(self, key: Key) -> PackedFile | None:
         """Returns the file of `key` and marks it as used; None if there is no valid one."""
@@ -227,14 +250,15 @@ class PackedCache:
             if kept > max_bytes:
                 logger.info("%s is deleted: the cache may hold %.1f GiB", path, max_bytes / GIB)
                 remove(path)
-        for path in self._listing(".part"):
-            if time.time() - _mtime(path) > STALE_PART_S:
-                remove(path)
+        for suffix, age in ((".part", STALE_PART_S), (LINK_SUFFIX, UNUSED_LINK_S)):
+            for path in self._listing(suffix):
+                if time.time() - _mtime(path) > age:
+                    remove(path)
 
     def clear(self) -> int:
         """Deletes everything. Returns the bytes that were freed."""
         freed = 0
-        for path in [*self.files(), *self._listing(".part")]:
+        for path in [*self.files(), *self._listing(".part"), *self._listing(LINK_SUFFIX)]:
             freed += _size(path)
             remove(path)
         return freed

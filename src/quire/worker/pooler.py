@@ -9,7 +9,7 @@ computed. All else happens in its last step: a row's numbers do not depend on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from quire.config.pooling import Activation, DenseConfig, PoolingConfig
 from quire.errors import ModelLoadError
 from quire.pooling_params import PoolingParams
 from quire.wire.execution import ModelRunnerOutput, NewRequestData
-from quire.worker.input_batch import StepInputs
+from quire.worker.input_batch import NO_ADAPTER, StepInputs
 from quire.worker.kernels.base import Kernels, LinearKernel
 from quire.worker.kernels.specs import LOGITS, LinearSpec
 from quire.worker.layers.linear import Embedding, Linear
@@ -47,6 +47,14 @@ class Classifier(Protocol):
         ...
 
 
+class AdapterHeads(Protocol):
+    """The interface of the table of adapters: worker/lora/table.py."""
+
+    def classify(self, slot: int, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Returns `function(hidden)` with the classifier of the adapter in `slot`, if it has one."""
+        ...
+
+
 class Pooler:
     """The pooling requests of the batch, and the hidden states that they still need."""
 
@@ -58,6 +66,8 @@ class Pooler:
         self._dtype = dtype
         self._device = device
         self._dense = [_load_dense(dense, kernels, dtype, device) for dense in config.dense]
+        self.adapters: AdapterHeads | None = None
+        """Classifiers of adapters."""
         self._params: dict[str, PoolingParams] = {}
         self._steps: dict[str, Tensor] = {}
         """[num_steps] positions at which the steps of an answer end, of requests that ask for those only."""
@@ -103,6 +113,7 @@ class Pooler:
         complete = set(inputs.sampling.tolist())
         output = ModelRunnerOutput(list(req_ids), [[] for _ in req_ids])
         pooled: dict[str, Tensor] = {}
+        slots = inputs.adapter_slots
         for i, req_id in enumerate(req_ids):
             task = self._params[req_id].task or ""
             start = int(inputs.starts[i])
@@ -113,11 +124,13 @@ class Pooler:
                 continue
             if task.startswith("token_"):
                 wanted = rows if (steps := self._steps.get(req_id)) is None else rows[steps]
-                output.pooler_output[req_id] = self._finish(self._params[req_id], wanted)
+                slot = NO_ADAPTER if slots is None else int(slots[i])
+                output.pooler_output[req_id] = self._finish(self._params[req_id], wanted, slot)
             else:
                 pooled[req_id] = _select(self._config.pooling_type, rows)
         if pooled:
-            self._finish_pooled(pooled, output)
+            by_id = {} if slots is None else dict(zip(req_ids, slots.tolist(), strict=True))
+            self._finish_pooled(pooled, by_id, output)
         return output
 
     def _collect(self, req_id: str, rows: Tensor, *, is_last: bool) -> Tensor:
@@ -128,19 +141,28 @@ class Pooler:
         self._earlier[req_id] = [*earlier, rows.clone()]
         return rows
 
-    def _finish_pooled(self, pooled: dict[str, Tensor], output: ModelRunnerOutput) -> None:
-        """Computes the head for all complete requests at once, one row each."""
-        x = torch.stack(list(pooled.values()))  # [num_reqs, hidden_size] float32
-        if self._config.head == "classify":
-            x = self._model.classify(x.to(self._dtype))
-        for dense in self._dense:
-            x = dense(x.to(self._dtype))
-        for req_id, row in zip(pooled, x, strict=True):
-            output.pooler_output[req_id] = self._activate(self._params[req_id], row)
+    def _finish_pooled(self, pooled: dict[str, Tensor], slots: dict[str, int], output: ModelRunnerOutput) -> None:
+        """Computes the head for all complete requests of an adapter at once, one row each."""
+        groups: dict[int, list[str]] = {}
+        for req_id in pooled:
+            groups.setdefault(slots.get(req_id, NO_ADAPTER), []).append(req_id)
+        for slot, req_ids in groups.items():
+            x = torch.stack([pooled[req_id] for req_id in req_ids])  # [num_reqs, hidden_size] float32
+            if self._config.head == "classify":
+                x = self._classify(slot, x.to(self._dtype))
+            for dense in self._dense:
+                x = dense(x.to(self._dtype))
+            for req_id, row in zip(req_ids, x, strict=True):
+                output.pooler_output[req_id] = self._activate(self._params[req_id], row)
 
-    def _finish(self, params: PoolingParams, rows: Tensor) -> npt.NDArray[Any]:
+    def _finish(self, params: PoolingParams, rows: Tensor, slot: int) -> npt.NDArray[Any]:
         """Returns the result for every token of one request."""
-        return self._activate(params, rows.float() if self._config.head == "embed" else self._model.classify(rows))
+        return self._activate(params, rows.float() if self._config.head == "embed" else self._classify(slot, rows))
+
+    def _classify(self, slot: int, rows: Tensor) -> Tensor:
+        if self.adapters is None:
+            return self._model.classify(rows)
+        return self.adapters.classify(slot, self._model.classify, rows)
 
     def _activate(self, params: PoolingParams, x: Tensor) -> npt.NDArray[Any]:
         """Returns x with the activation applied. x: [dim] or [num_tokens, dim] float32."""

@@ -55,10 +55,14 @@ class StepSampler:
         self._key = self._metadata = None
 
     def score_prompts(
-        self, inputs: StepInputs, req_ids: list[str], hidden: Tensor, compute_logits: Callable[[int, Tensor], Tensor]
+        self,
+        inputs: StepInputs,
+        req_ids: list[str],
+        hidden: Tensor,
+        compute_logits: Callable[[int, int, Tensor], Tensor],
     ) -> dict[str, LogprobsTensors]:
         """Scores the step's chunks of prompts. Returns the results of the prompts that are complete. `compute_logits`
-        is called with the number of a request and rows of it."""
+        is called with the number of a request, the number of a row of it, and rows from there on."""
         complete: dict[str, LogprobsTensors] = {}
         if not self.prompts.wanted:
             return complete
@@ -191,11 +195,12 @@ class PromptLogprobs:
         self.wanted.pop(req_id, None)
 
     def collect(
-        self, req_id: str, first_position: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+        self, req_id: str, first_position: int, hidden: Tensor, compute_logits: Callable[[int, Tensor], Tensor]
     ) -> LogprobsTensors | None:
         """Scores a chunk of the prompt. Returns the whole result if the chunk completes the prompt, else None.
 
         hidden: [n, hidden_size], the model's output at positions first_position, first_position + 1, …
+        compute_logits is called with the number of a row of it, and the rows from there on whose logits are needed.
         """
         rows, num_top, prompt = self.wanted[req_id]
         last = min(first_position + hidden.shape[0], len(prompt) - 1)
@@ -203,7 +208,8 @@ class PromptLogprobs:
         for start in range(first_position, last, step):
             end = min(start + step, last)
             targets = np.array(prompt[start + 1 : end + 1], dtype=np.int64)
-            logits = compute_logits(hidden[start - first_position : end - first_position])
+            first = start - first_position
+            logits = compute_logits(first, hidden[first : end - first_position])
             k = self._vocab_size if num_top == -1 else num_top
             scored = self._kernel.logprobs(logits, np.arange(len(targets)), targets, k)
             rows.logprob_token_ids[start:end] = scored.token_ids

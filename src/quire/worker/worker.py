@@ -25,6 +25,7 @@ from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import Placement, load_weights
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
+from quire.worker.packed_cache import PackedCache, max_cache_bytes
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
 from quire.worker.spec_decode.speculation import Speculation, make_speculation
@@ -102,6 +103,8 @@ class Worker:
         )
         if self.config.lora_config.enable_lora:
             self._adapters = self._runner.adapters = self._make_adapters(loaded.model, placement)
+            if self._runner.pooler is not None:
+                self._runner.pooler.adapters = self._adapters
         drafting = self.config.speculative_config.drafting
         if drafting is not None:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
@@ -119,7 +122,9 @@ class Worker:
                 "or choose another --dtype"
             )
         pools = config.pooling is not None
-        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model))
+        is_cached = self.config.load_config.weight_cache and max_cache_bytes() > 0
+        cache = PackedCache.of_adapters() if is_cached else None
+        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model), cache=cache)
 
     @property
     def _draft_model(self) -> ModelDrafter | None:
@@ -317,8 +322,10 @@ class Worker:
 
 def adapters_share(cache_bytes: int, config: LoRAConfig) -> int:
     """Returns the bytes that adapters get beside a KV cache of `cache_bytes`: by default a tenth of both, at most 1
-    GiB."""
-    return min(host.GIB, -(-cache_bytes // 9)) if config.lora_memory_bytes is None else config.lora_memory_bytes
+    GiB, and as much without a cache."""
+    if config.lora_memory_bytes is not None:
+        return config.lora_memory_bytes
+    return min(host.GIB, -(-cache_bytes // 9)) if cache_bytes else host.GIB
 
 
 class WorkerProfiler:

@@ -23,7 +23,7 @@ __all__ = [
 
 CHANGE_NO_TOKEN = {
     *("wrong_free_order", "worthless_blocks_last", "eviction_from_the_tail", "last_block_never_hit"),
-    "new_block_unnoticed_by_look_up",
+    *("new_block_unnoticed_by_look_up", "copies_are_events"),
     *("reset_keeps_the_cache", "counts_every_look_up", "cached_tokens_not_reported"),
     *("drafts_are_hashed", "drafts_preempt", "drafts_survive_preemption", "last_steps_blocks_unregistered"),
     *("preemption_kept_from_the_gates", "adapters_beyond_the_budget", "one_adapter_too_many"),

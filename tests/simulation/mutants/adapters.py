@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from quire.engine.kv_cache import block_pool, hashing
 from quire.engine.lora.manager import AdapterManager
-from quire.engine.lora.memory import AdapterMemory, AdapterPlaces, AdapterState, Revision
+from quire.engine.lora.memory import AdapterMemory, AdapterPlaces
+from quire.engine.lora.registry import AdapterRegistry, AdapterState, Revision
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.policy import WaitingRequests
 from tests.simulation.mutants.kv_cache import drop_extra_keys
@@ -39,6 +41,28 @@ def preemption_kept_from_the_gates(patch: Patch) -> None:
 def revision_not_in_the_key(patch: Patch) -> None:
     """A reloaded adapter finds the blocks that its former files made."""
     drop_extra_keys(patch, "lora_revision")
+
+
+@mutant
+def adapter_in_the_keys_before_it_begins(patch: Patch) -> None:
+    """Blocks before an invocation are not shared with the base model."""
+
+    original = hashing.block_extra_keys
+
+    def block_extra_keys(request: Request, block_index: int, block_size: int) -> Any:
+        start, request.report.lora_start = request.lora_start, min(request.lora_start, block_index * block_size)
+        keys = original(request, block_index, block_size)
+        request.report.lora_start = start
+        return keys
+
+    for module in (hashing, block_pool):
+        patch.setattr(module, "block_extra_keys", block_extra_keys)
+
+
+@mutant
+def adapter_begins_unsettled(patch: Patch) -> None:
+    """The invocation is not looked for in prompts that came before the adapter's first load."""
+    patch.setattr(AdapterManager, "_settle_start", lambda self, request: setattr(request.report, "lora_start", 0))
 
 
 @mutant
@@ -75,7 +99,7 @@ def admitted_before_it_is_loaded(patch: Patch) -> None:
     """A request starts while its adapter is being read."""
 
     def is_ready(original: Any, self: AdapterManager, request: Request) -> bool:
-        return original(self, request) or self._revisions[request.adapter].state is AdapterState.LOADING
+        return original(self, request) or self.registry.revisions[request.adapter].state is AdapterState.LOADING
 
     wrap(patch, AdapterManager, "is_ready", is_ready)
 
@@ -84,7 +108,7 @@ def admitted_before_it_is_loaded(patch: Patch) -> None:
 def resumed_on_other_files(patch: Patch) -> None:
     """A request goes on after a restart with whatever its adapter's files are now."""
     patch.setattr("quire.engine.lora.manager._error_of_resumed", lambda request, revision: None)
-    patch.setattr(AdapterManager, "_find_begun", lambda self, lora, began: None)
+    patch.setattr(AdapterRegistry, "find_begun", lambda self, lora, began: None)
 
 
 @mutant

@@ -65,6 +65,17 @@ def evict_in_use(patch: Patch) -> None:
 
 
 @mutant
+def copies_are_events(patch: Patch) -> None:
+    """A second block with the same content is an event, too: subscribers forget both with the first."""
+
+    def add(original: Any, self: CachedBlockMap, key: Any, block: Any) -> bool:
+        original(self, key, block)
+        return True
+
+    wrap(patch, CachedBlockMap, "add", add)
+
+
+@mutant
 def evicted_block_stays_findable(patch: Patch) -> None:
     """A block that is given out again can still be hit under its old hash."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +16,7 @@ from benchmarks.versus.engine import Repetition
 from benchmarks.versus.table import BEGIN, END
 from safetensors import safe_open
 
+from quire import LoRARequest
 from quire.config.adapter import AdapterConfig
 
 
@@ -66,6 +69,49 @@ def test_rows_of_loads() -> None:
     assert p99.value == pytest.approx(0.06 / 0.05)
     assert gap.value == pytest.approx(20)
     assert percentile_99(range(1, 101)) == 99
+
+
+class FakeEngine:
+    """Gives each stream a token every 2 ms. A load takes 5 ms."""
+
+    def __init__(self) -> None:
+        self.loaded: set[int] = set()
+
+    @classmethod
+    def from_engine_args(cls, args: object) -> FakeEngine:
+        return cls()
+
+    async def __aenter__(self) -> FakeEngine:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert not self.loaded, "every adapter is unloaded"
+
+    async def add_lora(self, request: LoRARequest) -> None:
+        await asyncio.sleep(0.005)
+        self.loaded.add(request.lora_int_id)
+
+    async def remove_lora(self, lora_id: int) -> None:
+        self.loaded.remove(lora_id)
+
+    async def generate(self, *args: object, **kwargs: object) -> AsyncIterator[None]:
+        while True:
+            await asyncio.sleep(0.002)
+            yield None
+
+
+def test_loads_are_timed_beside_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"BATCH": 3, "WINDOW_S": 0.2, "SETTLE_S": 0.0, "AsyncLLM": FakeEngine}.items():
+        monkeypatch.setattr(lora, name, value)
+    monkeypatch.setattr(lora, "make_adapters", lambda model, count: make_adapters("tiny", 1, tmp_path) * count)
+    options = SimpleNamespace(home=tmp_path, kv_cache_gib=1.0)
+    loads = asyncio.run(lora._watch_loads(cast(Any, SimpleNamespace(options=options, reps=2))))
+    assert len(loads.idle) == 16
+    assert len(loads.gaps) == 2
+    assert min([*loads.idle, *loads.busy]) >= 0.005
+    for window in (window for pair in loads.gaps for window in pair):
+        assert min(window) >= 0.0019
+        assert len(window) > 3, "each of the streams is watched in each window"
 
 
 def test_the_page_of_the_project_has_the_markers() -> None:

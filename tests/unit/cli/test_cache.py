@@ -27,7 +27,7 @@ def put(cache: PackedCache, name: str, source: str = "/models/a") -> Path:
 
 def test_an_empty_cache(cache: PackedCache, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache"]) == 0
-    expected = f"{cache.directory}: 0 files, 0.0 MiB of 64.00 GiB (QUIRE_WEIGHT_CACHE_GIB)\n"
+    expected = f"{cache.directory.parent}: 0 files, 0.0 MiB of 64.00 GiB (QUIRE_WEIGHT_CACHE_GIB)\n"
     assert capsys.readouterr().out == expected
 
 
@@ -40,7 +40,7 @@ def test_files_are_listed_with_what_they_were_packed_from(
     os.utime(cache.directory / "broken.packed", (1, 1))
     assert main(["cache", "list"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()[1:]
-    assert first.split()[:3] == ["new.packed", "1.0", "MiB"]
+    assert first.split()[:3] == ["packed/new.packed", "1.0", "MiB"]
     assert first.endswith("/models/a")
     assert second.endswith("/models/old")
     assert third.endswith("not usable: it is too short")
@@ -65,7 +65,18 @@ def test_clear_removes_every_file_and_says_how_much(cache: PackedCache, capsys: 
     assert json.loads(capsys.readouterr().out) == {"freed_bytes": size}
     assert cache.files() == []
     assert main(["cache", "clear"]) == 0
-    assert capsys.readouterr().out == f"freed 0.0 MiB in {cache.directory}\n"
+    assert capsys.readouterr().out == f"freed 0.0 MiB in {cache.directory.parent}\n"
+
+
+def test_packed_adapters_are_files_too(cache: PackedCache, capsys: pytest.CaptureFixture[str]) -> None:
+    put(cache, "a")
+    adapters = PackedCache.of_adapters()
+    size = put(adapters, "b", "/adapters/b").stat().st_size
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[0] == "lora/b.packed"
+    assert main(["cache", "clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["freed_bytes"] > size
+    assert adapters.files() == []
 
 
 def test_an_unknown_action(capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,12 +270,12 @@ def test_a_gpu_is_not_guessed_at(checkpoint: Path, capsys: Capture) -> None:
 
 
 def test_an_adapter_is_described(tmp_path: Path, capsys: Capture) -> None:
-    directory = write_adapter(tmp_path / "sql", base_model_name_or_path="owner/base")
+    directory = write_adapter(tmp_path / "sql", base_model_name_or_path="owner/base", alora_invocation_tokens=[5, 6])
     report = info(capsys, str(directory))
     assert report["problems"] == []
     facts = report["adapter"]
     assert (facts["of_model"], facts["rank"], facts["matrices"]) == ("owner/base", 4, 9)
-    assert facts["modules"] == "down_proj, q_proj, v_proj"
+    assert (facts["modules"], facts["begins_at"]) == ("down_proj, q_proj, v_proj", "5, 6")
     assert facts["parameters"] == 3 * 4 * (48 + 48 + 48 + 24 + 80 + 48)
     assert facts["stored_bytes"] == 4 * facts["parameters"]
     assert main(["info", str(directory)]) == 0

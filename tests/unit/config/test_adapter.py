@@ -16,13 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from quire.config.adapter import (
-    AdapterConfig,
-    AdapterIndex,
-    AdapterTarget,
-    AdapterTargets,
-    NamePatterns,
-)
+from quire.config.adapter import AdapterConfig, AdapterIndex
+from quire.config.adapter_targets import AdapterTarget, AdapterTargets, AllExperts, HeadTarget, NamePatterns
 from quire.config.lora import LoRAConfig
 from quire.errors import AdapterError, NotFoundError
 from tests.adapters import PREFIX, SHAPES, tensors, write_adapter
@@ -203,7 +198,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {f"k{i}": 4 for i in range(5000)}}, "5000 keys; at most 4096"),
     ({"use_rslora": "yes"}, "use_rslora is 'yes': it must be true or false"),
     ({"use_dora": True}, "DoRA"),
-    ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+    ({"alora_invocation_tokens": "<|start|>"}, "alora_invocation_tokens is '<|start|>': it must be a list of at most"),
+    ({"alora_invocation_tokens": [1, -1]}, "it must be a list of at most 1024 token ids"),
+    ({"alora_invocation_tokens": [1, 1 << 40]}, "it must be a list of at most 1024 token ids"),
+    ({"alora_invocation_tokens": [1, True]}, "it must be a list of at most 1024 token ids"),
+    ({"alora_invocation_tokens": [1] * 1025}, "it must be a list of at most 1024 token ids"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
     ({"bias": "all"}, "bias is 'all'"),
     ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
@@ -243,6 +242,13 @@ def test_fields_that_change_nothing(tmp_path: Path, fields: dict[str, Any]) -> N
     assert len(AdapterIndex.read(write_adapter(tmp_path, **fields), ANY, targets_of()).factors) == 9
 
 
+def test_an_adapter_that_begins_at_an_invocation(tmp_path: Path) -> None:
+    write_adapter(tmp_path, tensors(4), alora_invocation_tokens=[3, 1, 4])
+    assert AdapterIndex.read(tmp_path, ANY).config.invocation == (3, 1, 4)
+    write_adapter(tmp_path, tensors(4), alora_invocation_tokens=[])
+    assert AdapterIndex.read(tmp_path, ANY).config.invocation == ()
+
+
 def test_limits(tmp_path: Path) -> None:
     write_adapter(tmp_path, r=32)
     with pytest.raises(AdapterError, match="has rank 32; --max-lora-rank is 16"):
@@ -270,6 +276,88 @@ def test_modules_that_the_model_lacks(tmp_path: Path) -> None:
     )
     with pytest.raises(AdapterError, match="are not named as those of a matrix"):
         AdapterIndex.read(tmp_path, ANY, targets_of())
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+FIVE = AllExperts(5, 48, 20, f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj")
+
+
+def expert_targets(experts: AllExperts = FIVE) -> AdapterTargets:
+    every = AdapterTarget(EXPERTS, 0, 48, 20, "experts", experts)
+    one = AdapterTarget(experts.down_site, 3, 20, 48)
+    names = {f"{EXPERTS}.weight": every, f"{EXPERTS}.base_layer.weight": every, f"{EXPERTS}.3.down_proj.weight": one}
+    return AdapterTargets(names)
+
+
+def of_experts(module: str, a: tuple[int, int], b: tuple[int, int]) -> dict[str, np.ndarray]:
+    name = f"{PREFIX}{module}"
+    return {f"{name}.lora_A.weight": np.ones(a, np.float32), f"{name}.lora_B.weight": np.ones(b, np.float32)}
+
+
+@pytest.mark.parametrize("module", [EXPERTS, f"{EXPERTS}.base_layer"])
+def test_shapes_tell_which_matrix_of_the_experts_it_is(tmp_path: Path, module: str) -> None:
+    for a, b, site, is_flipped in (
+        ((20, 48), (40, 20), FIVE.gate_up_site, False),
+        ((20, 20), (48, 20), FIVE.down_site, False),
+        ((4, 48), (40, 20), FIVE.gate_up_site, False),  # A is shared
+        ((20, 20), (48, 4), FIVE.down_site, False),  # B is
+        ((20, 40), (48, 20), FIVE.gate_up_site, True),
+    ):
+        write_adapter(tmp_path, of_experts(module, a, b), target_parameters=["experts.gate_up_proj"])
+        (factors,) = AdapterIndex.read(tmp_path, ANY, expert_targets()).factors
+        assert factors.target is not None
+        assert (factors.target.site, factors.rank, factors.is_flipped) == (site, 4, is_flipped)
+        assert factors.packed_size >= 5 * (48 + 40) * 4 if site == FIVE.gate_up_site else 5 * (48 + 20) * 4
+        assert AdapterIndex.read(tmp_path, ANY).rank == 4
+
+
+def test_matrices_that_look_the_same_from_both_sides(tmp_path: Path) -> None:
+    write_adapter(tmp_path, of_experts(EXPERTS, (20, 48), (48, 20)))
+    for is_flipped in (False, True):
+        experts = AllExperts(5, 48, 24, "first", "second", are_flipped=is_flipped)
+        (factors,) = AdapterIndex.read(tmp_path, ANY, expert_targets(experts)).factors
+        assert factors.target is not None
+        assert (factors.target.site, factors.is_flipped) == ("first", is_flipped)
+
+
+def test_factors_of_experts_that_do_not_fit(tmp_path: Path) -> None:
+    for a, b, why in (
+        ((20, 47), (40, 20), "fit no matrix of 5 experts"),
+        ((24, 48), (40, 24), "do not have the rank 4"),
+        ((20, 48), (40, 16), "do not have the rank 4"),
+    ):
+        write_adapter(tmp_path, of_experts(EXPERTS, a, b))
+        with pytest.raises(AdapterError, match=why):
+            AdapterIndex.read(tmp_path, ANY, expert_targets())
+    all_and_one = of_experts(EXPERTS, (20, 20), (48, 20)) | of_experts(f"{EXPERTS}.3.down_proj", (4, 20), (48, 4))
+    write_adapter(tmp_path, all_and_one)
+    with pytest.raises(AdapterError, match="are the same matrix of the model"):
+        AdapterIndex.read(tmp_path, ANY, expert_targets())
+    write_adapter(tmp_path, of_experts(EXPERTS, (20, 48), (40, 20)))
+    with pytest.raises(AdapterError, match="gate_up_proj has rank 4; --max-lora-rank is 3"):
+        AdapterIndex.read(tmp_path, LoRAConfig(max_lora_rank=3), expert_targets())
+
+
+def test_classifiers_and_their_bounds(tmp_path: Path) -> None:
+    head = {f"{PREFIX}score.weight": np.ones((5, 48), np.float32), f"{PREFIX}score.bias": np.ones(5, np.float32)}
+    write_adapter(tmp_path, tensors() | head, modules_to_save=["classifier", "score"])
+
+    def read(num_labels: int | None, limit: int | None = None, inputs: int = 48) -> AdapterIndex:
+        found = None if num_labels is None else HeadTarget("score", inputs, num_labels, False)
+        targets = AdapterTargets(targets_of().targets, head=found)
+        return AdapterIndex.read(tmp_path, LoRAConfig(max_lora_cls_labels=limit), targets)
+
+    for num_labels, limit in ((5, None), (3, 5), (5, 2)):
+        found = read(num_labels, limit).head
+        assert found is not None
+        assert (found.weight.shape, found.bias is not None) == ((5, 48), True)
+    for num_labels, limit in ((3, None), (3, 4), (1, 8)):
+        with pytest.raises(AdapterError, match=r"has 5 labels, the model's \d; --max-lora-cls-labels"):
+            read(num_labels, limit)
+    with pytest.raises(AdapterError, match="the model has none that an adapter can replace"):
+        read(None)
+    with pytest.raises(AdapterError, match="the model's has 40 inputs"):
+        read(5, inputs=40)
 
 
 def test_a_config_alone(tmp_path: Path) -> None:

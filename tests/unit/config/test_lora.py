@@ -74,7 +74,11 @@ def test_directories_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_adapter_dir("a") == resolve_adapter_dir("~/a") == tmp_path / "a"
-    for path, message in (("file", "is a file; give the directory"), ("/no/where", "no such directory")):
+    for path, message in (
+        ("file", "is a file; give the directory"),
+        ("/no/where", "no such directory"),
+        ("nowhere", "no such directory"),  # no hub id: it has no owner
+    ):
         with pytest.raises(NotFoundError, match=message) as caught:
             resolve_adapter_dir(path)
         assert caught.value.param == "lora_path"

@@ -56,7 +56,7 @@ def zip_file() -> bytes:
 @pytest.mark.parametrize("dtype", ["<f4", "<f2"])
 def test_numpy_files_are_read(version: tuple[int, int], dtype: str) -> None:
     array = ROWS.astype(dtype)
-    found = READER.decode(text(npy(array, version)))
+    found = READER.read(READER.decode(text(npy(array, version))))
     assert found.dtype == np.float32
     assert (found == array).all()
 
@@ -65,7 +65,7 @@ def test_numpy_files_are_read(version: tuple[int, int], dtype: str) -> None:
 def test_safetensors_and_tensors_are_read(dtype: torch.dtype) -> None:
     tensor = torch.from_numpy(ROWS).to(dtype)
     for found in (
-        READER.decode(text(save_torch({"any name": tensor}))),
+        READER.read(READER.decode(text(save_torch({"any name": tensor})))),
         READER.read(tensor),
         READER.read(tensor[None]),
     ):
@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize(("payload", "words"), REFUSED.values(), ids=REFUSED)
 def test_hostile_payloads_are_refused(payload: str, words: str) -> None:
     with pytest.raises(ValidationError, match=words) as e:
-        READER.decode(payload)
+        READER.read(READER.decode(payload))
     assert e.value.param == "prompt_embeds"
 
 

@@ -152,7 +152,7 @@ def test_a_request_that_expires_in_the_tokenizer_is_never_added(model_dir: Path)
     check_virtually(model_dir, test)
 
 
-def test_a_thousand_random_deadlines(model_dir: Path) -> None:
+def test_hundreds_of_random_deadlines(model_dir: Path) -> None:
     """Each request ends at its deadline or by itself, whichever comes first; the core never runs an expired one."""
 
     async def test(s: Setting) -> None:
@@ -183,7 +183,7 @@ def test_a_thousand_random_deadlines(model_dir: Path) -> None:
                 await s.client.step()
 
         core = asyncio.create_task(run_core())
-        await asyncio.gather(*(one(str(i)) for i in range(1000)))
+        await asyncio.gather(*(one(str(i)) for i in range(300)))
         core.cancel()
         assert not ran_late
         assert set(outcomes.values()) == {"deadline", "done"}

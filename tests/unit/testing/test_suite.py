@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests import seeds, times, workers
+from tests import conftest, seeds, times, workers
 from tests.rows import pairwise_rows
 
 
@@ -41,6 +42,17 @@ def test_pairwise_rows_hold_every_pair_of_values() -> None:
         return {pair for row in some for pair in combinations(row.items(), 2)}
 
     assert pairs(kept) == pairs(rows)
+
+
+def test_a_small_tier_is_in_the_files_that_name_it() -> None:
+    """The others are not imported when it runs alone."""
+    tests = Path(conftest.__file__).parent
+    for tier in conftest.TIERS:
+        naming = [path for path in tests.rglob("*.py") if f"mark.{tier}" in path.read_text(encoding="utf-8")]
+        assert naming
+        assert {path for path in naming if not path.name.startswith("test_")} == set()
+        assert {tests, *naming} <= conftest.tests_of(tier)
+    assert Path(__file__) not in conftest.tests_of("browser")
 
 
 def test_two_workers_begin_with_servers_and_no_third_one_starts_any() -> None:

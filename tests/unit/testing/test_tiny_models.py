@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from quire.testing.tiny_models import EOS, FAMILIES, VOCAB_SIZE, make_tiny_checkpoint
+from tests.rows import each_family
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -28,6 +29,7 @@ def test_a_tiny_checkpoint_has_every_file(checkpoint: Path) -> None:
     assert json.loads((checkpoint / "generation_config.json").read_text())["eos_token_id"] == EOS
 
 
+@pytest.mark.parametrize("checkpoint", each_family(FAMILIES), indirect=True)
 def test_greedy_output_varies(checkpoint: Path) -> None:
     """Neither one token over and over, nor ties that rounding could break."""
     from transformers import AutoModelForCausalLM

@@ -55,6 +55,7 @@ def test_dummy_weights_need_nothing_that_waits() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.scripts
 def test_all_of_torch_is_imported_when_it_is_switched_off() -> None:
     counts, product, name, mean = run_lean("0")
     assert counts.split() == ["0", str(len(NOT_NEEDED))]

@@ -17,7 +17,6 @@ from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
 from quire.wire.execution import CachedRequestData, NewRequestData, SchedulerOutput
-from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
 from quire.worker import step_sampler
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
@@ -27,11 +26,12 @@ from quire.worker.worker import Worker
 from tests.adapters import tensors as adapter_tensors
 from tests.adapters import write_adapter
 from tests.lora_worker import LoRAWorker, Work
+from tests.rows import family_rows
 
 from .conftest import INSTRUCTION_SETS, MakeCheckpoint
 from .quantization.test_checkpoints import CASES
 from .quantization.writers import mxfp4_checkpoint, quantize_checkpoint
-from .toy import RandomScheduler, ToyRequest, run_step
+from .toy import RandomScheduler, ToyRequest, make_cache_config, run_step
 
 NUM_BLOCKS, MAX_REQS, OUTPUT_LEN, VERIFIED_LEN = 400, 6, 6, 18
 PROMPT_LENS = (1, 2, 15, 17, 33, 50, 70, 261)
@@ -49,14 +49,7 @@ class LogitsOfRequests:
         monkeypatch.setattr(step_sampler, "verify", self._verify)
         self.worker.init_device()
         assert self.worker.backend.name == "native"
-        specs = self.worker.get_kv_cache_spec()
-        kinds = list(dict.fromkeys(specs.values()))
-        self._windows = tuple(s.sliding_window if isinstance(s, SlidingWindowSpec) else None for s in kinds)
-        self._config = KVCacheConfig(
-            NUM_BLOCKS,
-            [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [name]) for name, spec in specs.items()],
-            [KVCacheGroupSpec([n for n, s in specs.items() if s == kind], kind) for kind in kinds],
-        )
+        self._config, self._windows = make_cache_config(self.worker.get_kv_cache_spec(), NUM_BLOCKS)
         self._step_logits = torch.empty(0)
 
     def _sample(self, logits: torch.Tensor, *args: Any) -> Any:
@@ -115,8 +108,7 @@ def make_prompts() -> list[list[int]]:
     return [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), family_rows(FAMILIES, ("bfloat16", "float32")))
 def test_logits_do_not_depend_on_company_chunks_preemption_or_threads(
     family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
 from quire.worker.attention.backend import AttentionSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.attention.torch_backend import TorchAttentionBackend
@@ -21,6 +22,17 @@ from quire.worker.model_runner import ModelRunner
 VOCAB, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, BLOCK_SIZE = 29, 4, 2, 8, 6, 4
 HIDDEN = HEADS * HEAD_SIZE
 CPU = torch.device("cpu")
+
+
+def make_cache_config(
+    specs: Mapping[str, AnyKVCacheSpec], num_blocks: int
+) -> tuple[KVCacheConfig, tuple[int | None, ...]]:
+    """Returns a cache with a group for each kind of layers, and the window of each."""
+    kinds = list(dict.fromkeys(specs.values()))
+    tensors = [KVCacheTensor(num_blocks * spec.page_size_bytes, [name]) for name, spec in specs.items()]
+    groups = [KVCacheGroupSpec([name for name, spec in specs.items() if spec == kind], kind) for kind in kinds]
+    windows = tuple(kind.sliding_window if isinstance(kind, SlidingWindowSpec) else None for kind in kinds)
+    return KVCacheConfig(num_blocks, tensors, groups), windows
 
 
 class ToyModel(nn.Module):

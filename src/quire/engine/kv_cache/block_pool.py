@@ -11,6 +11,7 @@ from quire.engine.kv_cache.block import (
     KVCacheBlock,
     KVCacheMetricsCollector,
 )
+from quire.engine.kv_cache.changes import BlockChanges
 from quire.engine.kv_cache.hashing import PrefixQuery, block_extra_keys
 from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash, ExtraKeys
@@ -36,8 +37,8 @@ class CachedBlockMap:
             return ()
         return found if isinstance(found, list) else (found,)
 
-    def add(self, key: BlockHash, block: KVCacheBlock) -> None:
-        """Adds `block` under `key`."""
+    def add(self, key: BlockHash, block: KVCacheBlock) -> bool:
+        """Adds `block` under `key`. Returns whether it is the first there."""
         found = self._blocks.get(key)
         if found is None:
             self._blocks[key] = block
@@ -47,9 +48,11 @@ class CachedBlockMap:
             self._blocks[key] = [found, block]
         self.num_blocks += 1
         self.num_changes += 1
+        return found is None
 
-    def remove(self, key: BlockHash, block: KVCacheBlock) -> None:
-        """Removes `block` from under `key`. Raises IntegrityError if it is not there."""
+    def remove(self, key: BlockHash, block: KVCacheBlock) -> bool:
+        """Removes `block` from under `key`. Returns whether it was the last there. Raises IntegrityError if it is not
+        there."""
         found = self._blocks.get(key)
         if found is block:
             del self._blocks[key]
@@ -61,6 +64,7 @@ class CachedBlockMap:
             raise IntegrityError(f"{block} is not in the prefix cache under its hash")
         self.num_blocks -= 1
         self.num_changes += 1
+        return found is block
 
 
 class BlockPool:
@@ -89,6 +93,8 @@ class BlockPool:
         """Blocks from this id on have never been given out."""
         self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
         self._metrics = metrics
+        self.changes: BlockChanges | None = None
+        """Record of what can be found from now on, and no longer; None: there is none."""
         self.num_cached_free_blocks = 0
         """Number of blocks without references whose content may be hit."""
 
@@ -119,7 +125,7 @@ class BlockPool:
             block_hash = request.block_hashes[index]
             extra_keys = block_extra_keys(request, index, block_size)
             parent = self._find_or_make_content(block_hash, parent, token_ids, extra_keys)
-            for table, suffix in zip(tables, self._group_suffixes, strict=True):
+            for group_id, (table, suffix) in enumerate(zip(tables, self._group_suffixes, strict=True)):
                 block = table[index]
                 if block.is_null:
                     continue
@@ -127,7 +133,9 @@ class BlockPool:
                     raise IntegrityError(f"{block} became full twice")
                 block.block_hash = block_hash + suffix
                 block.content = parent
-                self.cached_blocks.add(block.block_hash, block)
+                is_first = self.cached_blocks.add(block.block_hash, block)
+                if is_first and self.changes is not None:
+                    self.changes.on_stored(request, index, group_id, token_ids, extra_keys)
         return parent
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -191,7 +199,11 @@ class BlockPool:
         """Drops everything cached. Returns False, and does nothing, while any block is in use."""
         if self.get_num_free_blocks() != self.num_gpu_blocks - 1:
             return False
+        changes, self.changes = self.changes, None
         self.evict_blocks(self.blocks)
+        self.changes = changes
+        if changes is not None:
+            changes.on_cleared()
         if self._metrics is not None:
             self._metrics.reset()
         return True
@@ -266,6 +278,8 @@ class BlockPool:
     def _forget(self, block: KVCacheBlock) -> None:
         assert block.block_hash is not None
         self.num_cached_free_blocks -= block.ref_cnt == 0
-        self.cached_blocks.remove(block.block_hash, block)
+        is_last = self.cached_blocks.remove(block.block_hash, block)
+        if is_last and self.changes is not None:
+            self.changes.on_removed(int.from_bytes(block.block_hash[-4:], "little"), block.block_hash[:-4])
         block.block_hash = None
         block.content = None

@@ -19,15 +19,19 @@ HashFunction = Callable[[BlockHash | None, Sequence[int], ExtraKeys | None], Blo
 def block_extra_keys(request: Request, block_index: int, block_size: int) -> ExtraKeys | None:
     """Returns what besides tokens and parent distinguishes block `block_index` of `request`; None: nothing.
 
-    An adapter enters every block; its revision, too, unless it is the first one under that name and path. The salt
-    enters the first block only: through the chain it reaches all. Whatever else decides keys and values is
-    added here: an image adds ("mm", its hash, its offset in the block) to each block it covers.
+    An adapter enters every block from the one in which it begins on; its revision, too, unless it is the first one
+    under that name and path. Where it begins inside a block, the place enters that block. The salt enters the first
+    block only: through the chain it reaches all. Whatever else decides keys and values is added here: an image adds
+    ("mm", its hash, its offset in the block) to each block it covers.
     """
     keys: ExtraKeys = ()
-    if request.lora_request is not None:
-        keys += (("lora", request.lora_request.lora_name, request.lora_request.lora_path),)
+    lora, lora_start = request.lora_request, request.lora_start - block_index * block_size
+    if lora is not None and lora_start < block_size:
+        keys += (("lora", lora.lora_name, lora.lora_path),)
         if request.lora_revision > 1:
             keys += (("lora_revision", request.lora_revision),)
+        if lora_start > 0:
+            keys += (("lora_start", lora_start),)
     if request.prompt_embeds is not None:
         digest = _hash_embeds(request.origin, block_index * block_size, (block_index + 1) * block_size)
         keys += (("prompt_embeds", digest),) if digest else ()

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from quire.config.lora import LoRAConfig
 from quire.engine.executor.abstract import Executor
-from quire.engine.lora.memory import AdapterMemory, AdapterPlaces, AdapterState, LoadQueue, Revision
+from quire.engine.lora.memory import AdapterMemory, AdapterPlaces, LoadQueue
+from quire.engine.lora.registry import AdapterRegistry, AdapterState, Revision, removed
 from quire.engine.request import Request
 from quire.engine.sched.interface import AdmissionGate
 from quire.errors import AdapterError, ClientError, GenerationError, QuireError, ValidationError
@@ -38,12 +38,10 @@ from quire.wire.stats import AdapterStats, SchedulerStats
 
 logger = init_logger(__name__)
 
-FAILURE_S = 30.0
-"""Seconds for which new requests of an adapter that could not be loaded get the same error."""
 MAX_LOADING = 2
 """Most loads that the executor has at once. The others wait here, where those that requests wait for come first."""
-MAX_PLACES = 100_000
-"""Most names and paths that are remembered; then every new revision has a number of its own."""
+UNKNOWN = -1
+"""Start of the adapter in a request before the adapter's first load."""
 PINNED_DELAY_S = 0.25
 """Seconds after a restart before pinned adapters are loaded: those of the requests that go on come first."""
 
@@ -71,19 +69,12 @@ class AdapterManager(AdmissionGate):
         self._executor = executor
         self._wake = wake
         self._lock = threading.RLock()
-        self._newest: dict[int, Revision] = {}
-        self._revisions: dict[AdapterKey, Revision] = {}
-        """All revisions that are known: the newest, those that requests use, and those being loaded."""
-        self._last_number = 0
-        """Largest number of a revision."""
-        self._used_places: set[int] = set()
-        """Hashes of the names and paths that have had a revision."""
+        self.registry = AdapterRegistry(lambda: self.clock(), self._give_up)
         self._queue = LoadQueue()
         self._blocked: dict[Request, float] = {}
         """Requests that wait for their adapter, and since when."""
         self._is_asleep = False
         self._stats = AdapterStats()
-        self._states: Counter[AdapterState] = Counter()
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -98,11 +89,11 @@ class AdapterManager(AdmissionGate):
             raise ClientError("the engine sleeps without its weights and loads no adapter; call wake_up() first")
         future: Future[AdapterInfo] = Future()
         with self._lock:
-            newest = self._find_newest(lora_request, is_add=True)
+            newest = self.registry.find_newest(lora_request, is_add=True)
             if newest is None:
-                newest = self._register(lora_request)
+                newest = self.registry.register(lora_request)
             elif lora_request.load_inplace:
-                newest = self._add_revision(lora_request)
+                newest = self.registry.add(lora_request)
                 newest.is_candidate = True
             if newest.state is AdapterState.READY:
                 self.memory.touch(newest)
@@ -116,13 +107,13 @@ class AdapterManager(AdmissionGate):
         """Forgets an adapter; requests that use it end on it. Returns False for an unknown id."""
         self._require_enabled()
         with self._lock:
-            newest = self._newest.pop(lora_id, None)
+            newest = self.registry.newest.pop(lora_id, None)
             if newest is None:
                 return False
-            for revision in [one for key, one in self._revisions.items() if key[0] == lora_id]:
-                _end_waiters(revision, _removed(revision))
+            for revision in [one for key, one in self.registry.revisions.items() if key[0] == lora_id]:
+                revision.end_waiters(removed(revision))
                 revision.is_candidate = False
-                self._retire(revision)
+                self.registry.retire(revision)
             self._start_loads()
             return True
 
@@ -130,7 +121,7 @@ class AdapterManager(AdmissionGate):
         """Loads an adapter, unless it is in memory, and keeps it there. Raises ValidationError for an unknown id."""
         self._require_enabled()
         with self._lock:
-            newest = self._newest.get(lora_id)
+            newest = self.registry.newest.get(lora_id)
             if newest is None:
                 raise ValidationError(f"no adapter has the id {lora_id}; add it first", param="lora_id", value=lora_id)
             newest.is_pinned = True
@@ -141,7 +132,7 @@ class AdapterManager(AdmissionGate):
         """Returns the ids of all known adapters, in memory or not."""
         self._require_enabled()
         with self._lock:
-            return {i for i, newest in self._newest.items() if newest.state is not AdapterState.FAILED}
+            return {i for i, newest in self.registry.newest.items() if newest.state is not AdapterState.FAILED}
 
     def register_loras(self, adapters: list[RegisteredAdapter]) -> None:
         """Makes the adapters of a core that has died known to this one. Reads nothing: pinned ones are loaded soon, the
@@ -149,12 +140,11 @@ class AdapterManager(AdmissionGate):
         self._require_enabled()
         with self._lock:
             for adapter in adapters:
-                if adapter.lora_request.lora_int_id in self._newest:
+                if adapter.lora_request.lora_int_id in self.registry.newest:
                     continue
-                revision = self._add_revision(adapter.lora_request, adapter.revision, adapter.digest)
-                revision.is_newest, revision.is_pinned = True, adapter.is_pinned
-                self._newest[adapter.lora_request.lora_int_id] = revision
-            pinned = [one for one in self._newest.values() if one.is_pinned]
+                revision = self.registry.register(adapter.lora_request, adapter.revision, adapter.digest)
+                revision.is_pinned = adapter.is_pinned
+            pinned = [one for one in self.registry.newest.values() if one.is_pinned]
             self._queue.add_later(pinned, self.clock() + PINNED_DELAY_S)
 
     def _require_enabled(self) -> None:
@@ -175,10 +165,10 @@ class AdapterManager(AdmissionGate):
             return
         with self._lock:
             self._is_asleep = False
-            self._queue.add_later([one for one in self._newest.values() if one.is_pinned], self.clock())
+            self._queue.add_later([one for one in self.registry.newest.values() if one.is_pinned], self.clock())
             self._start_loads()
 
-    # -- the registry ------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------
 
     def bind(self, origin: EngineCoreRequest) -> AdapterKey | None:
         """Returns the revision that a new request uses, and begins to load it; None: it has no adapter.
@@ -191,112 +181,57 @@ class AdapterManager(AdmissionGate):
             return None
         self._require_enabled()
         with self._lock:
-            revision = self._find_begun(lora, origin.adapter) or self._find_newest(lora) or self._register(lora)
+            revision = (
+                self.registry.find_begun(lora, origin.adapter)
+                or self.registry.find_newest(lora)
+                or self.registry.register(lora)
+            )
             if revision.state is AdapterState.FAILED and revision.error is not None:
                 raise revision.error
             revision.num_bound += 1
             self._ask_for(revision, may_evict=False)
             return revision.key
 
+    def find_start(self, origin: EngineCoreRequest, key: AdapterKey | None) -> int:
+        """Returns the position of the first token that the bound revision applies to; `UNKNOWN` before its first load,
+        after which `is_ready` finds it."""
+        if key is None:
+            return 0
+        with self._lock:
+            revision = self.registry.revisions[key]
+            if origin.adapter is not None and origin.adapter.digest == revision.digest:
+                return origin.adapter.find_start(origin.prompt_token_ids or [])
+            return revision.info.find_start(origin.prompt_token_ids or []) if revision.info.rank else UNKNOWN
+
     def unbind(self, key: AdapterKey | None) -> None:
         """Undoes `bind` for a request that was refused afterwards."""
         if key is None:
             return
         with self._lock:
-            revision = self._revisions[key]
+            revision = self.registry.revisions[key]
             revision.num_bound -= 1
-            self._forget_unused(revision)
+            self.registry.forget_unused(revision)
             self._start_loads(may_evict=False)
-
-    def _find_newest(self, lora: LoRARequest, *, is_add: bool = False) -> Revision | None:
-        """Returns the revision that a request of `lora` gets; None if the adapter is not known, or not any more."""
-        newest = self._newest.get(lora.lora_int_id)
-        if newest is None:
-            return None
-        held = newest.request
-        is_same = (held.lora_name, held.lora_path) == (lora.lora_name, lora.lora_path)
-        if newest.state is AdapterState.FAILED and not newest.digest and not is_same:
-            self._retire(self._newest.pop(lora.lora_int_id))  # it never was an adapter
-            return None
-        if held.lora_name != lora.lora_name or not (is_same or (is_add and lora.load_inplace)):
-            raise ValidationError(
-                f"adapter id {lora.lora_int_id} is {held.lora_name!r} of {held.lora_path!r}, not {lora.lora_name!r} of "
-                f"{lora.lora_path!r}; use another id, or load it with load_inplace under the same name",
-                param="lora_int_id",
-                value=lora.lora_int_id,
-            )
-        is_over = self.clock() - newest.changed_at >= FAILURE_S and not newest.num_bound
-        if newest.state is AdapterState.FAILED and (is_add or is_over):
-            self._set_state(newest, AdapterState.COLD)
-        return newest
-
-    def _find_begun(self, lora: LoRARequest, began: AdapterInfo | None) -> Revision | None:
-        """Returns the revision that a resumed request began with; None if that is, or may be, the newest."""
-        newest = self._newest.get(lora.lora_int_id)
-        if began is None or newest is None or newest.digest in ("", began.digest):
-            return None
-        for revision in self._revisions.values():
-            if (revision.key[0], revision.digest) == (lora.lora_int_id, began.digest):
-                return revision
-        return self._add_revision(lora, began.revision, began.digest)
-
-    def _register(self, lora: LoRARequest) -> Revision:
-        revision = self._newest[lora.lora_int_id] = self._add_revision(lora)
-        revision.is_newest = True
-        return revision
-
-    def _add_revision(self, lora: LoRARequest, number: int = 1, digest: str = "") -> Revision:
-        """Makes a revision known, with a number of its own where `number` could name other files already."""
-        place = hash((lora.lora_name, lora.lora_path))
-        is_used = place in self._used_places or len(self._used_places) >= MAX_PLACES
-        if (lora.lora_int_id, number) in self._revisions or (is_used and not digest):
-            number = self._last_number + 1
-        self._used_places.add(place)
-        self._last_number = max(self._last_number, number)
-        revision = self._revisions[lora.lora_int_id, number] = Revision(lora, number, digest)
-        self._states[revision.state] += 1
-        return revision
-
-    def _retire(self, revision: Revision) -> None:
-        """Is not the newest any more."""
-        revision.is_newest = revision.is_pinned = False
-        self._forget_unused(revision)
-
-    def _forget_unused(self, revision: Revision) -> None:
-        """Forgets a revision that no request uses and none will use."""
-        if revision.is_newest or revision.is_candidate or revision.num_bound or self._queue.is_busy(revision):
-            return
-        _end_waiters(revision, _removed(revision))
-        self._queue.remove(revision)
-        if revision in self.memory:
-            self._drop(revision)
-        self._states[revision.state] -= 1
-        self._revisions.pop(revision.key, None)
-
-    def _set_state(self, revision: Revision, state: AdapterState, error: QuireError | None = None) -> None:
-        self._states[revision.state] -= 1
-        self._states[state] += 1
-        revision.state, revision.error, revision.changed_at = state, error, self.clock()
 
     # -- loading -----------------------------------------------------------------------------------------------
 
     def _ask_for(self, revision: Revision, *, may_evict: bool = True) -> None:
         """Loads a cold revision as soon as there is room. Marks another as used."""
         if revision.state is AdapterState.COLD:
-            self._set_state(revision, AdapterState.LOADING)
+            self.registry.set_state(revision, AdapterState.LOADING)
             self._queue.add(revision)
             self._start_loads(may_evict=may_evict)
         self.memory.touch(revision)
 
     def take_results(self) -> None:
         """Takes in what the executor has done, and gives it the next loads. Cheap if there is nothing to do."""
-        if not self._revisions:
+        if not self.registry.revisions:
             return
         with self._lock:
             while True:
                 for revision, future in self._queue.take_results():
                     self._take_result(revision, future)
-                    self._forget_unused(revision)
+                    self.registry.forget_unused(revision)
                 self._start_loads()
                 if self._queue.results.empty():
                     return
@@ -311,7 +246,7 @@ class AdapterManager(AdmissionGate):
             self._take_loaded(revision, result)
 
     def _is_loaded(self, key: AdapterKey) -> bool:
-        return self._revisions[key].state is AdapterState.READY
+        return self.registry.revisions[key].state is AdapterState.READY
 
     def _start_loads(self, *, may_evict: bool = True) -> None:
         """Gives the executor what there is room for, in the order in which it was asked for. One that has to wait for
@@ -321,7 +256,7 @@ class AdapterManager(AdmissionGate):
         now = self.clock()
         later = self._queue.take_later(now)
         if later is not None and later.state is AdapterState.COLD:
-            self._set_state(later, AdapterState.LOADING)
+            self.registry.set_state(later, AdapterState.LOADING)
             self._queue.add(later)
         while self._start_first(now, may_evict):
             pass
@@ -332,7 +267,7 @@ class AdapterManager(AdmissionGate):
         for revision in self._queue.first(MAX_LOADING):
             if self._queue.num_busy >= MAX_LOADING:
                 break
-            if self._queue.is_busy(revision):
+            if revision.is_busy:
                 is_next = False
             elif not revision.num_bytes:
                 self._hand_over(revision, self._executor.measure_adapter(revision.request))
@@ -342,7 +277,7 @@ class AdapterManager(AdmissionGate):
                     self.memory.validate(revision)
                 except AdapterError as e:
                     self._fail(revision, e)
-                    self._forget_unused(revision)
+                    self.registry.forget_unused(revision)
                     return True
                 is_next = self._make_room(revision, now, may_evict)
                 if is_next:
@@ -380,25 +315,31 @@ class AdapterManager(AdmissionGate):
         for victim in victims:
             self._stats.num_evictions += 1
             self._drop(victim)
-            self._forget_unused(victim)
+            self.registry.forget_unused(victim)
         return True
+
+    def _give_up(self, revision: Revision) -> None:
+        """Frees a revision that will be forgotten."""
+        self._queue.remove(revision)
+        if revision in self.memory:
+            self._drop(revision)
 
     def _drop(self, revision: Revision) -> None:
         """Takes a loaded revision out of memory."""
         self._executor.drop_adapter(revision.key)
         self.memory.remove(revision)
-        self._set_state(revision, AdapterState.COLD)
+        self.registry.set_state(revision, AdapterState.COLD)
 
     def _take_loaded(self, revision: Revision, info: AdapterInfo) -> None:
         self._count("loaded")
         self._stats.load_seconds.append(self.clock() - revision.loading_since)
         self.memory.resize(revision, info.num_bytes)
-        self._set_state(revision, AdapterState.READY)
+        self.registry.set_state(revision, AdapterState.READY)
         if revision.digest not in ("", info.digest):
             self._drop(revision)
             self._note_changed(revision, info)
             return
-        revision.digest, revision.rank = info.digest, info.rank
+        revision.info = info
         try:
             self.memory.validate(revision)  # it may take more than was estimated
         except AdapterError as e:
@@ -406,48 +347,20 @@ class AdapterManager(AdmissionGate):
             self._fail(revision, e)
             return
         if revision.is_candidate:
-            revision = self._replace_newest(revision)
+            revision = self.registry.replace_newest(revision)
         waiters, revision.waiters = revision.waiters, []
         for waiter in waiters:
             waiter.set_result(revision.info)
         if self._is_asleep and revision.state is AdapterState.READY:
             self._drop(revision)
 
-    def _replace_newest(self, revision: Revision) -> Revision:
-        """Makes a reloaded revision the newest, unless its files are those of the newest. Returns the newest then."""
-        revision.is_candidate = False
-        lora_id = revision.key[0]
-        newest = self._newest.get(lora_id)
-        if newest is None:  # what it was to replace has failed and is forgotten
-            self._newest[lora_id] = revision
-            revision.is_newest = True
-            return revision
-        if newest.request.lora_name != revision.request.lora_name:
-            _end_waiters(revision, _removed(revision))
-            return revision
-        is_same = (newest.digest, newest.request.lora_path) == (revision.digest, revision.request.lora_path)
-        is_older = newest.key[1] > revision.key[1] and bool(newest.digest)  # another reload was faster
-        if is_older or (is_same and newest.state is AdapterState.READY):
-            newest.waiters += revision.waiters
-            revision.waiters = []
-            return newest
-        self._newest[lora_id] = revision
-        revision.is_newest, revision.is_pinned = True, newest.is_pinned
-        revision.waiters += newest.waiters
-        newest.waiters = []
-        self._retire(newest)
-        return revision
-
     def _note_changed(self, revision: Revision, info: AdapterInfo) -> None:
         """Handles files that were others when the revision was loaded before: they are another revision."""
         revision.has_changed = True
         if revision.is_newest:
-            successor = self._newest[revision.key[0]] = self._add_revision(revision.request, digest=info.digest)
-            successor.is_newest, successor.is_pinned = True, revision.is_pinned
-            successor.waiters, revision.waiters = revision.waiters, []
+            successor = self.registry.add_successor(revision, info.digest)
             successor.num_bytes = info.num_bytes
             self._ask_for(successor)
-            revision.is_newest = revision.is_pinned = False
         self._fail(revision, _changed(revision.request, revision.digest, info.digest))
 
     def _fail(self, revision: Revision, error: BaseException) -> None:
@@ -461,12 +374,9 @@ class AdapterManager(AdmissionGate):
         if revision in self.memory:
             self.memory.remove(revision)
         revision.is_candidate = False
-        self._set_state(revision, AdapterState.FAILED, error)
-        _end_waiters(revision, error)
-        for newest in list(self._newest.values()):  # forgets those that never were adapters
-            is_over = newest is revision or self.clock() - newest.changed_at >= FAILURE_S
-            if newest.state is AdapterState.FAILED and not newest.digest and not newest.num_bound and is_over:
-                self._retire(self._newest.pop(newest.key[0]))
+        self.registry.set_state(revision, AdapterState.FAILED, error)
+        revision.end_waiters(error)
+        self.registry.forget_failures(revision)
 
     def _count(self, outcome: str) -> None:
         self._stats.num_loads[outcome] = self._stats.num_loads.get(outcome, 0) + 1
@@ -477,10 +387,12 @@ class AdapterManager(AdmissionGate):
         """Returns whether the request's adapter is in memory and has a place, or cannot be had."""
         if request.adapter is None:
             return True
-        revision = self._revisions[request.adapter]
+        revision = self.registry.revisions[request.adapter]
         now = self.clock()
         match revision.state:
             case AdapterState.READY:
+                if request.lora_start == UNKNOWN:
+                    self._settle_start(request)
                 if _error_of_resumed(request, revision) is not None or self._may_start(request, revision, now):
                     return True
             case AdapterState.FAILED:
@@ -492,6 +404,14 @@ class AdapterManager(AdmissionGate):
                 pass
         self._blocked.setdefault(request, now)
         return False
+
+    def _settle_start(self, request: Request) -> None:
+        """Sets where the adapter of a request begins that came before the adapter's first load."""
+        start = self.find_start(request.origin, request.adapter)
+        if start:
+            request.bind_adapter(request.adapter, start)  # hashes its blocks again
+        else:
+            request.report.lora_start = start
 
     def _may_start(self, request: Request, revision: Revision, now: float) -> bool:
         has_begun = request.report.adapter is not None
@@ -505,30 +425,30 @@ class AdapterManager(AdmissionGate):
     def get_error(self, request: Request) -> QuireError | None:
         if request.adapter is None:
             return None
-        revision = self._revisions[request.adapter]
+        revision = self.registry.revisions[request.adapter]
         return revision.error or _error_of_resumed(request, revision)
 
     def _rebind(self, request: Request, revision: Revision) -> bool:
         """Binds a request to the newest revision if the files of its own have changed, and it has no output yet."""
         with self._lock:
-            newest = self._newest.get(revision.key[0])
+            newest = self.registry.newest.get(revision.key[0])
             if not revision.has_changed or request.num_output_tokens or newest is None:
                 return False
             if newest.state is AdapterState.FAILED:
                 return False
             self._release(request, revision)
             request.report.adapter = None
-            request.bind_adapter(newest.key)
+            request.bind_adapter(newest.key, self.find_start(request.origin, newest.key))
             newest.num_bound += 1
             self._ask_for(newest)
-            self._forget_unused(revision)
+            self.registry.forget_unused(revision)
             return True
 
     def note_admitted(self, request: Request) -> None:
         if request.adapter is None:
             return
         with self._lock:
-            revision = self._revisions[request.adapter]
+            revision = self.registry.revisions[request.adapter]
             if request.report.adapter is None:
                 revision.num_begun += 1
                 request.report.adapter = revision.info
@@ -542,13 +462,13 @@ class AdapterManager(AdmissionGate):
         if request.adapter is None:
             return
         with self._lock:
-            revision = self._revisions[request.adapter]
+            revision = self.registry.revisions[request.adapter]
             self.places.leave(revision.key, request)
             if request.is_finished:
                 self._release(request, revision)
                 self._blocked.pop(request, None)
                 self.memory.touch(revision)
-                self._forget_unused(revision)
+                self.registry.forget_unused(revision)
                 self._start_loads()
 
     def _release(self, request: Request, revision: Revision) -> None:
@@ -558,12 +478,12 @@ class AdapterManager(AdmissionGate):
             self.places.forget(revision.key)  # no request of it waits any more
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        if not self._revisions and not self._stats.num_loads:
+        if not self.registry.revisions and not self._stats.num_loads:
             return
         with self._lock:
             stats.adapters, self._stats = self._stats, AdapterStats()
             stats.adapters.resident_bytes = self.memory.num_bytes
-            stats.adapters.num_adapters = {state.value: self._states[state] for state in AdapterState}
+            stats.adapters.num_adapters = self.registry.count()
 
 
 def _error_of_resumed(request: Request, revision: Revision) -> QuireError | None:
@@ -579,13 +499,3 @@ def _changed(lora: LoRARequest, before: str, now: str) -> GenerationError:
         f"the files of adapter {lora.lora_name!r} in {lora.lora_path!r} have changed since the request began (SHA-256 "
         f"{before[:12]}..., now {now[:12]}...), and it cannot go on with others: send it again"
     )
-
-
-def _removed(revision: Revision) -> ClientError:
-    return ClientError(f"adapter {revision.request.lora_name!r} was removed while it was loading")
-
-
-def _end_waiters(revision: Revision, error: QuireError) -> None:
-    waiters, revision.waiters = revision.waiters, []
-    for waiter in waiters:
-        waiter.set_exception(error)

@@ -1,4 +1,4 @@
-"""Revisions of adapters, and what they compete for: memory, and places among the running requests.
+"""The things that adapters compete for: the executor, memory, and places among the running requests.
 
 Nothing here loads, waits or knows a thread: `AdapterMemory` counts bytes, `AdapterPlaces` counts distinct adapters.
 """
@@ -7,72 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from enum import Enum
 from itertools import islice, takewhile
 from queue import SimpleQueue
 
+from quire.engine.lora.registry import Revision
 from quire.engine.request import Request
-from quire.errors import AdapterError, QuireError
-from quire.lora_request import LoRARequest
+from quire.errors import AdapterError
 from quire.wire.lora import AdapterInfo, AdapterKey
 
 MAX_WAIT_S = 2.0
 """Seconds that an adapter waits for a place or for memory before no new request of others is admitted."""
-
-
-class AdapterState(Enum):
-    """State of a revision. The values are labels of a metric."""
-
-    COLD = "cold"
-    """Not in memory; loaded when a request asks for it."""
-    LOADING = "loading"
-    """Waits for memory, or is being read."""
-    READY = "ready"
-    FAILED = "failed"
-    """Could not be loaded, or is not to be had any more."""
-
-
-class Revision:
-    """The files of an adapter as they were at one time. Those of a cold one cost less than 2 KiB."""
-
-    __slots__ = (
-        *("changed_at", "digest", "error", "has_changed", "is_candidate", "is_newest", "is_pinned", "key"),
-        *("loading_since", "num_begun", "num_bound", "num_bytes", "rank", "request", "state", "waiters"),
-    )
-
-    def __init__(self, request: LoRARequest, number: int, digest: str = "") -> None:
-        self.request = request
-        self.key: AdapterKey = (request.lora_int_id, number)
-        self.digest = digest
-        """SHA-256 of its contents; empty before the first load."""
-        self.num_bytes = 0
-        """Memory that it takes or will take; 0 before it is measured."""
-        self.rank = 0
-        self.state = AdapterState.COLD
-        self.error: QuireError | None = None
-        """Reason of the state FAILED."""
-        self.changed_at = 0.0
-        """Time of the last change of `state`."""
-        self.has_changed = False
-        """True if the files have other contents now: it will never be loaded again."""
-        self.is_newest = False
-        """True if new requests of the adapter use it."""
-        self.is_candidate = False
-        """True if it will be the newest once it is loaded."""
-        self.loading_since = 0.0
-        self.is_pinned = False
-        """True if it stays in memory."""
-        self.num_bound = 0
-        """Unfinished requests that use it."""
-        self.num_begun = 0
-        """Number of those that have been admitted: they end on it."""
-        self.waiters: list[Future[AdapterInfo]] = []
-        """Callers of add_lora."""
-
-    @property
-    def info(self) -> AdapterInfo:
-        """Description for clients."""
-        return AdapterInfo(*self.key, self.digest, self.num_bytes, self.rank)
 
 
 class LoadQueue:
@@ -87,18 +31,10 @@ class LoadQueue:
         self._later: dict[AdapterKey, Revision] = {}
         """To be asked for when nothing else waits, from `_later_at` on."""
         self._later_at = 0.0
-        self._busy: set[AdapterKey] = set()
+        self.num_busy = 0
+        """Number of revisions that the executor measures or loads."""
         self._waiting_since: float | None = None
         """Time since when the first one waits for memory."""
-
-    @property
-    def num_busy(self) -> int:
-        """Number of revisions that the executor measures or loads."""
-        return len(self._busy)
-
-    def is_busy(self, revision: Revision) -> bool:
-        """Returns whether the executor measures or loads it."""
-        return revision.key in self._busy
 
     def add(self, revision: Revision) -> None:
         """Adds one at the end."""
@@ -111,7 +47,7 @@ class LoadQueue:
 
     def take_later(self, now: float) -> Revision | None:
         """Returns one of those if it is its turn."""
-        if self._waiting or self._busy or not self._later or now < self._later_at:
+        if self._waiting or self.num_busy or not self._later or now < self._later_at:
             return None
         return self._later.pop(next(iter(self._later)))
 
@@ -129,13 +65,15 @@ class LoadQueue:
 
     def begin(self, revision: Revision) -> None:
         """Notes that the executor has it."""
-        self._busy.add(revision.key)
+        revision.is_busy = True
+        self.num_busy += 1
 
     def take_results(self) -> Iterator[tuple[Revision, Future[int] | Future[AdapterInfo]]]:
         """Yields what the executor has done, with the Future that has ended."""
         while not self.results.empty():
             revision, future = self.results.get_nowait()
-            self._busy.discard(revision.key)
+            revision.is_busy = False
+            self.num_busy -= 1
             yield revision, future
 
     def note_waiting(self, now: float) -> None:

@@ -112,6 +112,8 @@ class StepDetails(msgspec.Struct, array_like=True, gc=False):
     scheduled."""
     adapters: list[tuple[int, bool]] = []
     """(request, whether its adapter was found to be in memory, with a place for it) where that has changed."""
+    hashes: list[Hashes] = []
+    """Hashes of requests that got others, because of what was loaded as their adapter."""
 
 
 class Step(Event, tag=3):

@@ -76,6 +76,8 @@ class Recorder(SchedulerObserver):
         self._ready: list[int] = []
         self._adapters: dict[str, bool] = {}
         """Last findings since the last step, by request id."""
+        self._rehashed: dict[str, None] = {}
+        """Requests whose blocks got other hashes since the last step."""
         self._encoder = msgspec.msgpack.Encoder()
 
     # -- from outside --------------------------------------------------------------------------------------------
@@ -92,8 +94,10 @@ class Recorder(SchedulerObserver):
     def watch_adapters(self, gate: AdmissionGate) -> AdmissionGate:
         return _WatchedAdapters(gate, self._note_adapter)
 
-    def _note_adapter(self, request: Request, has_adapter: bool) -> None:
+    def _note_adapter(self, request: Request, has_adapter: bool, is_rehashed: bool) -> None:
         self._adapters[request.request_id] = has_adapter
+        if is_rehashed:
+            self._rehashed[request.request_id] = None
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         origin = request.origin
@@ -176,6 +180,7 @@ class Recorder(SchedulerObserver):
             or output.scheduled_spec_decode_tokens
             or self._ready
             or adapters
+            or self._rehashed
         ):
             step.details = self._describe(output, adapters)
         self._emit(step)
@@ -202,6 +207,7 @@ class Recorder(SchedulerObserver):
             ready=ready,
             failed=sorted((one.index, _end_status(one.request)) for one in ended if _may_fail_to_start(one.request)),
             adapters=adapters,
+            hashes=self._take_rehashed() if self._rehashed else [],
         )
         for one in ended:
             if known.get(one.request.request_id) is one:
@@ -218,6 +224,12 @@ class Recorder(SchedulerObserver):
                 known.has_adapter = has_adapter
                 changed.append((known.index, has_adapter))
         return sorted(changed)
+
+    def _take_rehashed(self) -> list[Hashes]:
+        found, self._rehashed = [self._known[i] for i in self._rehashed if i in self._known], {}
+        for known in found:
+            known.num_hashes = 0
+        return [hashes for known in found if (hashes := self._take_hashes(known)) is not None]
 
     def on_update(
         self,
@@ -276,7 +288,7 @@ class Recorder(SchedulerObserver):
 class _WatchedAdapters(AdmissionGate):
     """Forwards to the gate of adapters, and notes what the scheduler finds."""
 
-    def __init__(self, gate: AdmissionGate, note: Callable[[Request, bool], None]) -> None:
+    def __init__(self, gate: AdmissionGate, note: Callable[[Request, bool, bool], None]) -> None:
         self._note = note
         self._is_ready = gate.is_ready
         self.get_error = gate.get_error  # type: ignore[method-assign]
@@ -285,9 +297,10 @@ class _WatchedAdapters(AdmissionGate):
         self.add_stats = gate.add_stats  # type: ignore[method-assign]
 
     def is_ready(self, request: Request) -> bool:
+        hashes = request.block_hashes
         is_ready = self._is_ready(request)
         if request.adapter is not None:
-            self._note(request, is_ready)
+            self._note(request, is_ready, request.block_hashes is not hashes and bool(request.block_hashes))
         return is_ready
 
 

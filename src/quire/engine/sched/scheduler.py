@@ -393,6 +393,9 @@ class Scheduler(SchedulerInterface):
             num_free_blocks=num_free,
         )
         self._num_recomputed_tokens = 0
+        changes = manager.block_pool.changes
+        if changes is not None:
+            stats.num_dropped_kv_events, changes.num_dropped = changes.num_dropped, 0
         prefix_cache_stats = manager.take_prefix_cache_stats()
         if prefix_cache_stats is not None:
             stats.prefix_cache_stats = prefix_cache_stats

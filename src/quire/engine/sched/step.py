@@ -130,6 +130,7 @@ class StepBuilder:
                 prompt_embeds=request.origin.prompt_embeds,
                 prompt_is_token_ids=request.origin.prompt_is_token_ids,
                 lora_revision=request.lora_revision,
+                lora_start=request.lora_start,
             )
         )
         request.unsent_token_ids = []

@@ -491,6 +491,7 @@ def merge_ready(responses: Iterable[EngineCoreReadyResponse]) -> EngineCoreReady
         kv_cache_max_concurrency=sum(ready.kv_cache_max_concurrency for ready in all_of),
         supported_tasks=first.supported_tasks,
         dp_stats_address=first.dp_stats_address,
+        kv_events=first.kv_events,
         engine_index=first.engine_index,
         incarnation=first.incarnation,
         peak_memory_bytes=sum(ready.peak_memory_bytes for ready in all_of),

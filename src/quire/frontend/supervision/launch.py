@@ -52,7 +52,7 @@ class StalledStartError(EngineDeadError):
 
 @dataclass(frozen=True)
 class CoreLaunch:
-    """Values that every incarnation of a core is started with."""
+    """Values that an incarnation of a core is started with."""
 
     addresses: EngineZmqAddresses
     engine_config: bytes
@@ -65,6 +65,8 @@ class CoreLaunch:
     """True: the server has other engines, too."""
     without_drafts: bool = False
     """True: the core does not speculate, whatever its configuration says."""
+    event_sequence: int = 0
+    """Sequence number of its first batch of KV cache events."""
     preload: tuple[str, ...] = ()
     """Dotted names the core resolves while it shakes hands."""
     working_dir: str = field(default_factory=os.getcwd)

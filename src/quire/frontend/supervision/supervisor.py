@@ -270,7 +270,7 @@ class CoreSupervisor(threading.Thread):
     def _run_core(self, incarnation: int) -> CoreDeath | None:
         """Runs one core until its death, which it returns; None if the supervisor was stopped."""
         path = self._directory / f"heartbeat-{self._launch.engine_index}-{incarnation}"
-        page = HeartbeatPage.create(path)
+        page = HeartbeatPage.create(path, self._launch.event_sequence)
         self.incarnation = incarnation
         try:
             core = CoreProcess(self._launch, self._handshake, incarnation, path)
@@ -286,6 +286,7 @@ class CoreSupervisor(threading.Thread):
                 raise
             return CoreDeath("start", f"could not be started again: {e}")
         finally:
+            self._launch = dataclasses.replace(self._launch, event_sequence=page.event_sequence)
             page.close()
             path.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, LowRankShape, PackedLowRank, Take
 from quire.worker.kernels.packs import Packs
 from quire.worker.kernels.specs import (
     PLAIN,
@@ -119,6 +119,11 @@ class ExpertsKernel(Protocol):
         """x: [n, hidden]; ids: [n, k] int64; weights: [n, k]. Returns each token's weighted sum of its experts'
         outputs, [n, hidden], added in the order of `ids`; `shared` and then `residual`, of that shape, are added. The
         weights of an expert without tokens are not read."""
+        ...
+
+    def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
+        """Gives it the places of adapters, which have a group for each expert: of the first matrix, gates and what they
+        gate, and of the second."""
         ...
 
 
@@ -238,20 +243,13 @@ class Kernels(ABC):
         """Makes a batch without segments."""
 
     @abstractmethod
-    def adapter_site(
-        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
-    ) -> AdapterSite:
-        """Makes the site of a linear map on inputs of `dtype`. `parts` are the rows of its weight from top to bottom,
-        by what an adapter may change by itself: q, k, v; gate, up; or all rows."""
+    def adapter_site(self, batch: AdapterBatch, shape: LowRankShape) -> AdapterSite:
+        """Makes the site of a linear map, or of a mixture's experts, which are groups of one site."""
 
     @abstractmethod
     def pack_low_rank(
-        self,
-        parts: Sequence[LowRank | None],
-        in_features: int,
-        part_sizes: Sequence[int],
-        gated: bool,
-        dtype: torch.dtype,
+        self, parts: Sequence[LowRank | None], shape: LowRankShape, take: Take | None = None
     ) -> PackedLowRank:
-        """Packs an adapter's change of a site; None: it does not change the part. Any thread may call it at any time.
-        Raises ValueError if shapes do not fit."""
+        """Packs an adapter's change of a site; None: it does not change the part. The parts of one group stand after
+        those of another. Kernels that pack take memory by `take`; None: from the allocator. Any thread may call it at
+        any time. Raises ValueError if shapes do not fit."""

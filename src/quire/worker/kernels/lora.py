@@ -12,12 +12,37 @@ between steps is the content of the batch and of the sites.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LowRankShape:
+    """Sizes of a site."""
+
+    in_features: int
+    parts: tuple[int, ...]
+    """Rows of the weight from top to bottom, by what an adapter may change by itself: q, k, v; gate, up; or all."""
+    gated: bool
+    dtype: torch.dtype
+    groups: int = 1
+    """Number of such maps, each on rows of its own: the experts of a mixture."""
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of all groups."""
+        return len(self.parts) * self.groups
+
+    def is_like(self, other: LowRankShape) -> bool:
+        """Returns whether the maps are the same, however they are divided into parts."""
+        return dataclasses.replace(self, parts=(sum(self.parts),)) == dataclasses.replace(
+            other, parts=(sum(other.parts),)
+        )
 
 
 @dataclass(frozen=True)
@@ -32,6 +57,10 @@ class LowRank:
     """Factor of the product, and of the bias."""
     bias: Tensor | None = None
     """[rows of the part], added to the product."""
+
+
+Take = Callable[[int], Tensor]
+"""Function that returns so many bytes of unfilled memory, uint8 at a multiple of 64."""
 
 
 class PackedLowRank(Protocol):
@@ -69,18 +98,18 @@ class AdapterSite(Protocol):
         ...
 
 
-def validate_parts(parts: Sequence[LowRank | None], in_features: int, part_sizes: Sequence[int]) -> None:
-    """Raises ValueError unless there is a part for each size, and its shapes fit."""
-    if len(parts) != len(part_sizes):
-        raise ValueError(f"{len(parts)} parts do not fit a site of {len(part_sizes)}")
-    for part, size in zip(parts, part_sizes, strict=True):
+def validate_parts(parts: Sequence[LowRank | None], shape: LowRankShape) -> None:
+    """Raises ValueError unless there is a part for each size of each group, and its shapes fit."""
+    if len(parts) != shape.num_parts:
+        raise ValueError(f"{len(parts)} parts do not fit a site of {shape.num_parts}")
+    for part, size in zip(parts, [*shape.parts] * shape.groups, strict=True):
         if part is None:
             continue
         rank = part.a.shape[0]
-        if rank < 1 or part.a.shape != (rank, in_features) or part.b.shape != (size, rank):
+        if rank < 1 or part.a.shape != (rank, shape.in_features) or part.b.shape != (size, rank):
             raise ValueError(
-                f"factors of {tuple(part.a.shape)} and {tuple(part.b.shape)} do not fit a map of {in_features} inputs "
-                f"and {size} outputs"
+                f"factors of {tuple(part.a.shape)} and {tuple(part.b.shape)} do not fit a map of {shape.in_features} "
+                f"inputs and {size} outputs"
             )
         if part.bias is not None and part.bias.shape != (size,):
             raise ValueError(f"a bias of {tuple(part.bias.shape)} does not fit a map of {size} outputs")
@@ -105,12 +134,11 @@ class TorchAdapterBatch:
 class TorchLowRank:
     """The parts of a site: PackedLowRank."""
 
-    def __init__(
-        self, parts: Sequence[LowRank | None], in_features: int, part_sizes: Sequence[int], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, parts: Sequence[LowRank | None], shape: LowRankShape) -> None:
         """Raises ValueError if a part's shapes do not fit."""
-        validate_parts(parts, in_features, part_sizes)
-        self._sizes, self._dtype = part_sizes, dtype
+        validate_parts(parts, shape)
+        self._sizes, self._dtype = shape.parts, shape.dtype
+        dtype = shape.dtype
         self._parts = [
             None if part is None else LowRank(part.a.to(dtype), part.b.to(dtype), part.scale, part.bias)
             for part in parts
@@ -125,17 +153,23 @@ class TorchLowRank:
     def rank(self) -> int:
         return max((part.a.shape[0] for part in self._parts if part is not None), default=0)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Returns what the adapter adds to the float32 sums. x: [n, in_features]; returns [n, rows of all parts]."""
-        return self._expand(x, [None if part is None else x.float() @ part.a.float().T for part in self._parts])
+    def multiply(self, x: Tensor, group: int = 0) -> Tensor:
+        """Returns what the adapter adds to the float32 sums of one matrix. x: [n, in_features]; returns [n, rows of all
+        its parts]."""
+        parts = self._parts_of(group)
+        return self._expand(x, parts, [None if part is None else x.float() @ part.a.float().T for part in parts])
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Returns the same for rows that are 1 at `ids`, [n], and 0 elsewhere."""
-        return self._expand(ids, [None if part is None else part.a[:, ids].T.float() for part in self._parts])
+        parts = self._parts
+        return self._expand(ids, parts, [None if part is None else part.a[:, ids].T.float() for part in parts])
 
-    def _expand(self, rows: Tensor, products: Sequence[Tensor | None]) -> Tensor:
+    def _parts_of(self, group: int) -> Sequence[LowRank | None]:
+        return self._parts[group * len(self._sizes) : (group + 1) * len(self._sizes)]
+
+    def _expand(self, rows: Tensor, parts: Sequence[LowRank | None], products: Sequence[Tensor | None]) -> Tensor:
         sums = []
-        for part, size, product in zip(self._parts, self._sizes, products, strict=True):
+        for part, size, product in zip(parts, self._sizes, products, strict=True):
             if part is None or product is None:
                 sums.append(torch.zeros(len(rows), size, device=rows.device))
                 continue

@@ -41,14 +41,15 @@ from quire.worker.kernels.library import (
 from quire.worker.kernels.library import ACTIVATIONS as ACTIVATIONS
 from quire.worker.kernels.library import DTYPES as DTYPES
 from quire.worker.kernels.library import with_packed_rows as with_packed_rows
-from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, LowRankShape, PackedLowRank, Take
 from quire.worker.kernels.native_latent import NativeBatchedLinear, NativeLatent
 from quire.worker.kernels.native_lora import (
-    LowRankShape,
+    AdaptedLinear,
     NativeAdapterBatch,
     NativeAdapterSite,
     NativeLowRank,
     set_site,
+    take_lines,
 )
 from quire.worker.kernels.native_moe import NativeExperts, NativeRouter, PlainBlock, QuantizedBlock
 from quire.worker.kernels.native_quantized import NativeQuantizedLinear, QuantizedMatrix, can_pack
@@ -178,20 +179,13 @@ class NativeKernels(Kernels):
     def adapter_batch(self) -> AdapterBatch:
         return NativeAdapterBatch()
 
-    def adapter_site(
-        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
-    ) -> AdapterSite:
-        return NativeAdapterSite(batch, LowRankShape(in_features, tuple(parts), gated, dtype))
+    def adapter_site(self, batch: AdapterBatch, shape: LowRankShape) -> AdapterSite:
+        return NativeAdapterSite(batch, shape)
 
     def pack_low_rank(
-        self,
-        parts: Sequence[LowRank | None],
-        in_features: int,
-        part_sizes: Sequence[int],
-        gated: bool,
-        dtype: torch.dtype,
+        self, parts: Sequence[LowRank | None], shape: LowRankShape, take: Take | None = None
     ) -> PackedLowRank:
-        return NativeLowRank(self.context.library, parts, LowRankShape(in_features, tuple(part_sizes), gated, dtype))
+        return NativeLowRank.pack(self.context.library, parts, shape, take or take_lines)
 
 
 class Matrix:
@@ -234,7 +228,7 @@ class Matrix:
         )
 
 
-class NativeLinear:
+class NativeLinear(AdaptedLinear):
     """A linear layer: LinearKernel."""
 
     def __init__(self, matrix: Matrix, bias: Tensor | None, spec: LinearSpec) -> None:
@@ -260,17 +254,7 @@ class NativeLinear:
         self._handle = matrix.context.handle
         self._empty = matrix.context.empty_result if spec.float32_output else torch.empty
         self._widen = NativeActivation(matrix.context, torch.float32)
-        self._site: AdapterSite | None = None
-
-    @property
-    def site(self) -> AdapterSite | None:
-        return self._site
-
-    @site.setter
-    def site(self, site: AdapterSite | None) -> None:
-        matrix = self._matrix
-        set_site(matrix.context, self._args, site, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
-        self._site = site
+        super().__init__(matrix.context, self._args, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x) if x.dtype == self._matrix.dtype else self._widen(x)

@@ -19,6 +19,8 @@ from quire.worker.kernels.library import (
     set_residual,
     with_packed_rows,
 )
+from quire.worker.kernels.lora import AdapterSite
+from quire.worker.kernels.native_lora import site_pointer
 from quire.worker.kernels.native_quantized import QuantizedMatrix
 from quire.worker.kernels.specs import ExpertsSpec, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
@@ -121,6 +123,13 @@ class NativeExperts:
             self._args.down_quantization = pointer(down.quantization)
         if self._biases is not None:
             self._args.gate_up_bias, self._args.down_bias = (bias.data_ptr() for bias in self._biases)
+        self._sites: tuple[AdapterSite | None, AdapterSite | None] = None, None
+
+    def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
+        hidden, inner = self._args.hidden, self._args.expert_size
+        self._args.gate_up_adapters = site_pointer(self._context, gate_up, hidden, 2 * inner)
+        self._args.down_adapters = site_pointer(self._context, down, inner, hidden)
+        self._sites = gate_up, down
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None

@@ -21,8 +21,7 @@ from quire.worker.kernels.library import (
     set_residual,
     with_packed_rows,
 )
-from quire.worker.kernels.lora import AdapterSite
-from quire.worker.kernels.native_lora import set_site
+from quire.worker.kernels.native_lora import AdaptedLinear
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.quantization.weight import Coding, QuantizedWeight
 
@@ -148,7 +147,7 @@ def corrections_of(weight: QuantizedWeight) -> Tensor:
     return weight.values.sum(dim=1, dtype=torch.int32).unsqueeze(1) * OFFSET
 
 
-class NativeQuantizedLinear:
+class NativeQuantizedLinear(AdaptedLinear):
     """A linear layer on quantized weights: LinearKernel."""
 
     def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None, spec: LinearSpec) -> None:
@@ -173,17 +172,8 @@ class NativeQuantizedLinear:
         self._pointer = byref(self._args)
         self._function = matrix.context.library.cdll.qk_quantized_linear
         self._handle = matrix.context.handle
-        self._site: AdapterSite | None = None
-
-    @property
-    def site(self) -> AdapterSite | None:
-        return self._site
-
-    @site.setter
-    def site(self, site: AdapterSite | None) -> None:
-        matrix = self._matrix
-        set_site(matrix.context, self._args.linear, site, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
-        self._site = site
+        linear: Structure = self._args.linear
+        super().__init__(matrix.context, linear, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x)

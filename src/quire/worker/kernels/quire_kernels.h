@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 10
+#define QK_ABI_VERSION 12
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -312,6 +312,8 @@ typedef struct {
     const qk_quantization* down_quantization;
     const float* gate_up_bias; /* [num_experts, 2 * expert_size]; NULL for none */
     const float* down_bias;    /* [num_experts, hidden]; NULL for none */
+    const qk_adapter_site* gate_up_adapters; /* by_slot: [slots, num_experts]; the batch is of tokens; both NULL for none */
+    const qk_adapter_site* down_adapters;
     const int64_t* ids;   /* [tokens, chosen], each below num_experts */
     const float* weights; /* [tokens, chosen] */
     const void* shared;   /* [tokens, hidden], what other experts answered, like the residual; NULL for none */
@@ -420,6 +422,12 @@ typedef struct {
     double* log_totals;      /* [rows] */
 } qk_logprobs_args;
 QK_EXPORT void qk_logprobs(qk_context* context, const qk_logprobs_args* args);
+
+/* -- where the last tokens of a text occurred before, for drafts ---------------------------------------------------------- */
+
+/* Returns how many of the last tokens, at most `longest` (below n), stand together earlier in the n tokens; *end: the token after them,
+ * of several places with as many the latest. 0: the last token does not occur before. */
+QK_EXPORT int64_t qk_find_match(const int32_t* tokens, int64_t n, int64_t longest, int64_t* end);
 
 /* -- suffix indexes: which tokens followed which in texts, for drafts ---------------------------------------------------- */
 

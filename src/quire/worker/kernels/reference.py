@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,9 @@ from quire.worker.kernels.lora import (
     AdapterBatch,
     AdapterSite,
     LowRank,
+    LowRankShape,
     PackedLowRank,
+    Take,
     TorchAdapterBatch,
     TorchAdapterSite,
     TorchLowRank,
@@ -111,7 +113,7 @@ class TorchKernels(Kernels):
     def experts(
         self, gate_up: Tensor, down: Tensor, spec: ExpertsSpec, biases: tuple[Tensor, Tensor] | None = None
     ) -> ExpertsKernel:
-        return functools.partial(ask_experts, gate_up=gate_up, down=down, spec=spec, biases=biases)
+        return TorchExperts(gate_up, down, spec, biases)
 
     def quantized_experts(
         self,
@@ -120,9 +122,7 @@ class TorchKernels(Kernels):
         spec: ExpertsSpec,
         biases: tuple[Tensor, Tensor] | None = None,
     ) -> ExpertsKernel:
-        return functools.partial(
-            ask_experts, gate_up=gate_up, down=down, spec=spec, biases=biases, product=quantized_linear
-        )
+        return TorchExperts(gate_up, down, spec, biases, quantized_linear)
 
     def sampling(self) -> SamplingKernel:
         return TorchSampling()
@@ -130,20 +130,13 @@ class TorchKernels(Kernels):
     def adapter_batch(self) -> AdapterBatch:
         return TorchAdapterBatch()
 
-    def adapter_site(
-        self, batch: AdapterBatch, in_features: int, parts: Sequence[int], gated: bool, dtype: torch.dtype
-    ) -> AdapterSite:
+    def adapter_site(self, batch: AdapterBatch, shape: LowRankShape) -> AdapterSite:
         return TorchAdapterSite(batch)
 
     def pack_low_rank(
-        self,
-        parts: Sequence[LowRank | None],
-        in_features: int,
-        part_sizes: Sequence[int],
-        gated: bool,
-        dtype: torch.dtype,
+        self, parts: Sequence[LowRank | None], shape: LowRankShape, take: Take | None = None
     ) -> PackedLowRank:
-        return TorchLowRank(parts, in_features, part_sizes, dtype)
+        return TorchLowRank(parts, shape)
 
 
 class TorchLinear:
@@ -364,46 +357,75 @@ def choose_by_turns(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     return torch.cat(ids, dim=-1), torch.cat(weights, dim=-1)
 
 
-def ask_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    residual: Tensor | None = None,
-    shared: Tensor | None = None,
-    *,
-    gate_up: Tensor | Sequence[QuantizedWeight],
-    down: Tensor | Sequence[QuantizedWeight],
-    spec: ExpertsSpec,
-    biases: tuple[Tensor, Tensor] | None = None,
-    product: Callable[..., Tensor] = linear,
-) -> Tensor:
-    """Computes the experts: ExpertsKernel; with `quantized_linear` as `product`, on quantized weights, whose sums are
-    rounded after the activation."""
-    sums = PLAIN if product is linear else LOGITS
+class TorchExperts:
+    """The experts: ExpertsKernel. Quantized ones have sums that are rounded after the activation."""
 
-    def answer(expert: int, x: Tensor) -> Tensor:
-        first, second = (None, None) if biases is None else (bias[expert] for bias in biases)
-        both = product(x, weight=gate_up[expert], bias=first, spec=sums)
-        between = gated(spec.activation, both, spec.halves_alternate).to(x.dtype)
-        return product(between, weight=down[expert], bias=second)
+    def __init__(
+        self,
+        gate_up: Tensor | Sequence[QuantizedWeight],
+        down: Tensor | Sequence[QuantizedWeight],
+        spec: ExpertsSpec,
+        biases: tuple[Tensor, Tensor] | None = None,
+        product: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """`product`: `linear`, or `quantized_linear`."""
+        self._gate_up, self._down, self._spec, self._biases = gate_up, down, spec, biases
+        self._product: Callable[..., Tensor] = product or linear
+        self._sums = PLAIN if product is None else LOGITS
+        self._sites: tuple[AdapterSite | None, AdapterSite | None] = None, None
 
-    y = combine_answers(x, ids, weights, answer, len(gate_up), scales_inputs=spec.scales_inputs)
-    for addend in (shared, residual):
-        y = y if addend is None else addend + y
-    return y
+    def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
+        self._sites = gate_up, down
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
+    ) -> Tensor:
+        scales_inputs = self._spec.scales_inputs
+        y = combine_answers(x, ids, weights, self._answer, len(self._gate_up), scales_inputs=scales_inputs)
+        for addend in (shared, residual):
+            y = y if addend is None else addend + y
+        return y
+
+    def _answer(self, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        first, second = (None, None) if self._biases is None else (bias[expert] for bias in self._biases)
+        both = self._product(x, weight=self._gate_up[expert], bias=first, spec=self._sums)
+        for rows, low_rank in _rows_of(self._sites[0], tokens):
+            sums = self._product(x[rows], weight=self._gate_up[expert], bias=first, spec=LOGITS)
+            change = low_rank.multiply(x[rows], expert)
+            if self._spec.halves_alternate:
+                change = change.view(len(rows), 2, -1).mT.flatten(1)
+            both[rows] = (sums + change).to(both.dtype)
+        between = gated(self._spec.activation, both, self._spec.halves_alternate).to(x.dtype)
+        y = self._product(between, weight=self._down[expert], bias=second)
+        for rows, low_rank in _rows_of(self._sites[1], tokens):
+            sums = self._product(between[rows], weight=self._down[expert], bias=second, spec=LOGITS)
+            y[rows] = (sums + low_rank.multiply(between[rows], expert)).to(y.dtype)
+        return y
+
+
+def _rows_of(site: AdapterSite | None, tokens: Tensor) -> Iterator[tuple[Tensor, TorchLowRank]]:
+    """Yields which rows, those of `tokens` in ascending order, have an adapter, and its part."""
+    if site is None or not len(tokens):
+        return
+    assert isinstance(site, TorchAdapterSite)
+    for segment, low_rank in site.segments(int(tokens[-1]) + 1):
+        rows = ((tokens >= segment.start) & (tokens < segment.stop)).nonzero().flatten()
+        if len(rows):
+            yield rows, low_rank
 
 
 def combine_answers(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    answer: Callable[[int, Tensor], Tensor],
+    answer: Callable[[int, Tensor, Tensor], Tensor],
     num_experts: int,
     *,
     scales_inputs: bool,
 ) -> Tensor:
     """Returns the weighted sum of the outputs of each token's experts, or their sum for weighted inputs. Tokens are
-    sorted by expert, so that each expert runs once, on its own tokens."""
+    sorted by expert, so that each expert runs once, on its own tokens. `answer` gets an expert, inputs, and the tokens
+    that they are of."""
     (n, k), hidden = ids.shape, x.shape[1]
     order = ids.flatten().argsort(stable=True)  # [n * k] choices, by expert
     counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
@@ -413,7 +435,7 @@ def combine_answers(
             inputs = x[choices // k]
             if scales_inputs:
                 inputs = (inputs * weights.flatten()[choices].unsqueeze(-1)).to(x.dtype)
-            answers[choices] = answer(expert, inputs)
+            answers[choices] = answer(expert, inputs, choices // k)
     answers = answers.view(n, k, hidden)
     if not scales_inputs:
         answers = answers * weights.unsqueeze(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -47,6 +48,15 @@ class Linear(KernelModule):
         self._site = site
         if self._kernel is not None:
             self._kernel.site = site
+
+    @contextmanager
+    def replaced(self, kernel: LinearKernel) -> Iterator[None]:
+        """Computes with another kernel inside the block."""
+        own, self._kernel = self._kernel, kernel
+        try:
+            yield
+        finally:
+            self._kernel = own
 
     def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
         prefix, tensors = path + "." if path else "", dict(self.named_parameters(recurse=False))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, RouterKernel
+from quire.worker.kernels.lora import AdapterSite
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import (
     CLAMPED_SWIGLU,
@@ -121,10 +122,17 @@ class Experts(KernelModule):
         self.quantized_bytes: int | None = None
         self._stored: QuantizedExperts | None = None
         self._kernel: ExpertsKernel | None = None
+        self._sites: tuple[AdapterSite, AdapterSite] | None = None
         self.gate_up_proj = weight(spec.num_experts, 2 * spec.expert_size, hidden_size)
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
         self.gate_up_proj_bias = weight(spec.num_experts, 2 * spec.expert_size) if spec.expert_bias else None
         self.down_proj_bias = weight(spec.num_experts, hidden_size) if spec.expert_bias else None
+
+    def set_sites(self, gate_up: AdapterSite, down: AdapterSite) -> None:
+        """Gives the kernel, and those made later, the places where adapters of the two matrices are installed."""
+        self._sites = gate_up, down
+        if self._kernel is not None:
+            self._kernel.set_sites(gate_up, down)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         spec, size, name = self.spec, self.spec.expert_size, self.name
@@ -171,6 +179,8 @@ class Experts(KernelModule):
         else:
             matrices = quantized.gate_up, quantized.down
             self._kernel = kernel = kernels.quantized_experts(*matrices, self.kernel_spec, self._biases)
+        if self._sites is not None:
+            kernel.set_sites(*self._sites)
         if quantized is not None or not kernels.keeps_weights:
             forget(self, "gate_up_proj")
             forget(self, "down_proj")

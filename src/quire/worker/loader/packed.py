@@ -64,17 +64,18 @@ def make_key(
     root = Path(quire.worker.__file__).parent
     code = [file for file in root.rglob("*") if file.suffix in (".py", ".so")]
     return {
-        "checkpoint": [[file.name, *_identity(file)] for file in files],
+        "checkpoint": [[file.name, *identity_of(file)] for file in files],
         "config": hashlib.sha256(json.dumps(hf.raw, sort_keys=True, default=str).encode()).hexdigest(),
         "load": {name: str(value) for name, value in sorted(vars(load_config).items())},
         "dtype": str(dtype),
         **(asked or {}),
         "kernels": kernels.pack_format,
-        "code": sorted([str(file.relative_to(root)), *_identity(file)] for file in code),
+        "code": sorted([str(file.relative_to(root)), *identity_of(file)] for file in code),
     }
 
 
-def _identity(file: Path) -> list[int]:
+def identity_of(file: Path) -> list[int]:
+    """Returns numbers that differ once a file is another one or was written to. Raises OSError."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quire.config.adapter import TENSORS_FILE, AdapterFiles, AdapterIndex, open_adapter
+from quire.config.adapter import TENSORS_FILE, AdapterFiles, AdapterIndex, Factors, open_adapter
+from quire.config.adapter_targets import AdapterTarget, AllExperts
 from quire.config.checkpoint import TensorInfo
 from quire.config.lora import LoRAConfig
 from quire.errors import AdapterError, GenerationError, QuireError
@@ -35,11 +36,17 @@ from quire.lora_request import LoRARequest
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.lora import LowRank, PackedLowRank
+from quire.worker.kernels.native_lora import LINE, take_lines
+from quire.worker.kernels.packs import take_memory
+from quire.worker.lora.packed import AdapterCache, Head, PackedAdapter
 from quire.worker.lora.sites import AdapterSites
+from quire.worker.packed_cache import PackedCache
 
 logger = init_logger(__name__)
 
 READ_BYTES = 1 << 20
+RAW_BYTES = 4 << 20
+"""Size of the block for what was read and is not packed yet: memory that is used again is quicker than new one."""
 CAST_ITEMS = 1 << 15
 """Numbers that torch converts at once: more would be shared among threads that the steps need."""
 SLICE_S = 0.0005
@@ -73,8 +80,59 @@ class Pace:
         self._worked += time.thread_time() - start
         if self._worked >= SLICE_S:
             worked, self._worked = self._worked, 0.0
-            if self._clock() - self._last_step < STEP_GAP_S:
+            if self.is_shared:
                 self._sleep(worked * (1 / SHARE - 1))
+
+    @property
+    def is_shared(self) -> bool:
+        """True while steps run."""
+        return self._clock() - self._last_step < STEP_GAP_S
+
+
+class Digest:
+    """SHA-256 of what was read. Without steps another thread computes it, while the first goes on."""
+
+    def __init__(self, pace: Pace, threads: Executor) -> None:
+        """`threads`: one, which does one piece after the other."""
+        self._pace, self._threads = pace, threads
+        self._hash = hashlib.sha256()
+        self._last: Future[None] | None = None
+        self._pieces: list[bytes | memoryview] = []
+        self._num_bytes = 0
+        """Size of `_pieces`, which are passed on together: to wake a thread takes as long as to read a small one."""
+
+    def update(self, piece: bytes | memoryview) -> None:
+        """Adds a piece, which must not change until `wait`."""
+        if self._pace.is_shared:
+            self.wait()
+            with self._pace.work():
+                self._hash.update(piece)
+            return
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes >= READ_BYTES:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        self._last = self._threads.submit(self._add, pieces)
+
+    def _add(self, pieces: list[bytes | memoryview]) -> None:
+        for piece in pieces:
+            self._hash.update(piece)
+
+    def wait(self) -> None:
+        """Waits until all pieces are in the digest."""
+        if self._pieces:
+            self._pass_on()
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def hexdigest(self) -> str:
+        """Returns the digest of all pieces."""
+        self.wait()
+        return self._hash.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -86,6 +144,8 @@ class LoadedAdapter:
     info: AdapterInfo
     packed: Mapping[str, PackedLowRank]
     """Weights by site."""
+    head: Head | None = None
+    """Weight and bias of its classifier."""
 
 
 @dataclass(eq=False)
@@ -115,8 +175,15 @@ class AdapterLoader:
         device: torch.device,
         deliver: Callable[[LoadedAdapter], None],
         base_model: str = "",
+        cache: PackedCache | None = None,
     ) -> None:
+        """`cache`: the directory of packed adapters."""
         self.pace = Pace()
+        self._writing = Pace()
+        self.hashing = ThreadPoolExecutor(1, "quire-adapter-digests")
+        self.cache: AdapterCache | None = None
+        if cache is not None and kernels.pack_format is not None:
+            self.cache = AdapterCache(cache, sites, limits, kernels.pack_format, self._writing.work)
         self._kernels, self._sites, self._limits, self._dtype = kernels, sites, limits, dtype
         self._device, self._deliver = device, deliver
         self._base_model = base_model
@@ -124,6 +191,11 @@ class AdapterLoader:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def note_step(self) -> None:
+        """Notes that a step begins."""
+        self.pace.note_step()
+        self._writing.note_step()
 
     def load(self, load: AdapterLoad) -> Future[AdapterInfo]:
         """Begins to load an adapter, and returns at once."""
@@ -150,6 +222,9 @@ class AdapterLoader:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
+        self.hashing.shutdown()
+        if self.cache is not None:
+            self.cache.close()
 
     def _submit(self, request: LoRARequest, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -174,8 +249,11 @@ class AdapterLoader:
         return adapter.info
 
     def _measure(self, request: LoRARequest) -> int:
-        with self.pace.work():
-            index = AdapterIndex.read(directory_of(request), self._limits, self._sites.targets)
+        with self.pace.work(), open_adapter(directory_of(request)) as files:
+            known = None if self.cache is None else self.cache.num_bytes(files)
+            if known is not None:
+                return known
+            index = AdapterIndex.of(files, self._limits, self._sites.targets)
         return index.estimated_bytes(self._dtype.itemsize)
 
 
@@ -212,31 +290,64 @@ class _Reading:
     def __init__(self, loader: AdapterLoader, job: _Job) -> None:
         self._loader, self._job = loader, job
         self._pace = loader.pace
-        self._digest = hashlib.sha256()
+        self._digest = Digest(loader.pace, loader.hashing)
+        self._is_copied = not loader._kernels.keeps_weights
+        """True if packing copies what was read."""
+        self._raw = Arena(torch.empty(RAW_BYTES if self._is_copied else 0, dtype=torch.uint8))
+        """Memory for what was read."""
         self._name = job.load.lora_request.lora_name
 
     def run(self) -> LoadedAdapter:
         loader, load = self._loader, self._job.load
-        directory = directory_of(load.lora_request)
         failpoint("lora.read", self._name)
-        with open_adapter(directory) as files:
-            with self._pace.work():
-                index = AdapterIndex.of(files, loader._limits, loader._sites.targets)
-            self._digest.update(files.config)
-            self._hash_header(files, index)
-            packed = self._pack_all(files, index)
-            files.check_unchanged()
-        self._log(index)
-        digest = self._digest.hexdigest()
-        if load.digest not in (None, digest):
+        adapter = None if loader.cache is None or load.digest is None else loader.cache.open(load.digest)
+        directory = directory_of(load.lora_request)
+        if adapter is None:
+            with open_adapter(directory) as files:
+                adapter = self._find(files) or self._read(files)
+        for note in adapter.notes:
+            logger.warning("adapter %r: %s", self._name, note)
+        if load.digest not in (None, adapter.digest):
             raise AdapterError(
                 f"the files of adapter {self._name!r} in {directory} were changed since it was loaded: their digest is "
-                f"{digest[:16]}…, not {str(load.digest)[:16]}…; requests that began with the former ones cannot go on"
+                f"{adapter.digest[:16]}…, not {str(load.digest)[:16]}…; requests that began with the former ones "
+                "cannot go on"
             )
-        num_bytes = sum(site.num_bytes for site in packed.values())
         request = load.lora_request
-        info = AdapterInfo(request.lora_int_id, load.revision, digest, num_bytes, index.rank)
-        return LoadedAdapter(load.key, self._name, info, packed)
+        info = AdapterInfo(
+            request.lora_int_id,
+            load.revision,
+            adapter.digest,
+            adapter.num_bytes,
+            adapter.rank,
+            list(adapter.invocation),
+        )
+        return LoadedAdapter(load.key, self._name, info, adapter.packed, adapter.head)
+
+    def _find(self, files: AdapterFiles) -> PackedAdapter | None:
+        """Returns what these files were packed to earlier."""
+        cache = self._loader.cache
+        with self._pace.work():
+            digest = None if cache is None else cache.digest_of(files)
+        return None if cache is None or digest is None else cache.open(digest)
+
+    def _read(self, files: AdapterFiles) -> PackedAdapter:
+        """Reads and packs the files."""
+        loader = self._loader
+        with self._pace.work():
+            key = None if loader.cache is None else loader.cache.key_of(files)
+            index = AdapterIndex.of(files, loader._limits, loader._sites.targets)
+        self._digest.update(files.config)
+        self._hash_header(files, index)
+        num_bytes = index.estimated_bytes(loader._dtype.itemsize) if self._is_copied else 0
+        self._packs = Arena(take_memory(num_bytes))
+        packed, head = self._pack_all(files, index), self._read_head(files, index)
+        files.check_unchanged()
+        notes, invocation = tuple(self._notes(index)), index.config.invocation
+        adapter = PackedAdapter(self._digest.hexdigest(), index.rank, notes, packed, head, invocation)
+        if loader.cache is not None and key is not None:
+            loader.cache.store(adapter, files, key)
+        return adapter
 
     def _hash_header(self, files: AdapterFiles, index: AdapterIndex) -> None:
         header = bytearray(index.data_start)
@@ -250,30 +361,47 @@ class _Reading:
         for target in targets:
             missing[target.site] += 1
         for factors, target in zip(index.factors, targets, strict=True):
-            site = sites[target.site]
-            order, device = site.orders[target.part], self._loader._device
-            a = self._tensor(files, index, factors.a).to(device)
-            b = self._outputs(files, index, factors.b, order).to(device)
-            bias = None if factors.bias is None else self._outputs(files, index, factors.bias, order).to(device)
-            waiting[target.site][target.part] = LowRank(a, b, factors.scale, bias)
+            a, b = self._tensor(files, index, factors.a), self._tensor(files, index, factors.b)
+            bias = None if factors.bias is None else self._tensor(files, index, factors.bias)
+            with self._pace.work():
+                found = (
+                    _split_experts(factors, target.experts, a, b)
+                    if target.experts is not None
+                    else {target.part: self._in_order(target, LowRank(a, b, factors.scale, bias))}
+                )
+            waiting[target.site].update(found)
             missing[target.site] -= 1
             if not missing[target.site]:
                 failpoint("lora.pack", self._name)
-                parts = waiting.pop(target.site)
+                parts, site = waiting.pop(target.site), sites[target.site]
+                count = site.shape.num_parts if target.experts is None else site.shape.groups
                 with self._pace.work():
-                    whole = [parts.get(i) for i in range(len(site.part_sizes))]
-                    packed[target.site] = site.pack(self._loader._kernels, whole, self._loader._dtype)
+                    whole = [parts.get(i) for i in range(count)]
+                    packed[target.site] = site.pack(self._loader._kernels, whole, self._packs.take)
+                if not waiting and self._raw.is_half_full:
+                    self._digest.wait()
+                    self._raw.reset()
         return packed
 
-    def _outputs(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo, order: Tensor | None) -> Tensor:
-        """Returns a tensor of the file with a row for each output, in the model's order."""
-        stored = self._tensor(files, index, info)
-        with self._pace.work():
-            return stored if order is None else _take_rows(stored, order)
+    def _read_head(self, files: AdapterFiles, index: AdapterIndex) -> Head | None:
+        if index.head is None:
+            return None
+        device = self._loader._device
+        weight = self._tensor(files, index, index.head.weight).clone().to(device)
+        bias = index.head.bias
+        return weight, None if bias is None else self._tensor(files, index, bias).clone().to(device)
+
+    def _in_order(self, target: AdapterTarget, factors: LowRank) -> LowRank:
+        """Returns factors on the model's device, with a row for each output in its order."""
+        order, device = self._loader._sites.sites[target.site].order_of(target.part), self._loader._device
+        rows = (factors.b, factors.bias)
+        b, bias = rows if order is None else (None if t is None else _take_rows(t, order) for t in rows)
+        assert b is not None
+        return LowRank(factors.a.to(device), b.to(device), factors.scale, None if bias is None else bias.to(device))
 
     def _tensor(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo) -> Tensor:
         """Returns a tensor of the file in the type of the adapters. Raises AdapterError for NaN and infinity."""
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        raw = self._raw.take(info.nbytes)
         self._fill(files, memoryview(raw.numpy().data), index.data_start + info.offset)
         source = raw.view(_TYPES[info.dtype])
         dtype = self._loader._dtype
@@ -301,17 +429,49 @@ class _Reading:
             if count == 0:
                 path = files.directory / TENSORS_FILE
                 raise AdapterError(f"{path} was shortened while it was read; load the adapter again")
-            with self._pace.work():
-                self._digest.update(piece[:count])
+            self._digest.update(piece[:count])
             done += count
 
-    def _log(self, index: AdapterIndex) -> None:
+    def _notes(self, index: AdapterIndex) -> Iterator[str]:
+        yield from index.notes
         ours, theirs = self._loader._base_model, index.config.base_model
-        notes = [*index.notes]
         if ours and theirs and Path(ours).name != Path(theirs).name:
-            notes.append(f"it was trained on {theirs}, the model is {ours}")
-        for note in notes:
-            logger.warning("adapter %r: %s", self._name, note)
+            yield f"it was trained on {theirs}, the model is {ours}"
+
+
+class Arena:
+    """Hands out pieces of one block of memory; what does not fit comes from the allocator."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self._used = memory, 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns [num_bytes] uint8 at a multiple of 64."""
+        start = self._used + -(self._memory.data_ptr() + self._used) % LINE
+        if start + num_bytes > len(self._memory):
+            return take_lines(num_bytes)
+        self._used = start + num_bytes
+        return self._memory[start : self._used]
+
+    @property
+    def is_half_full(self) -> bool:
+        return 2 * self._used > len(self._memory)
+
+    def reset(self) -> None:
+        """Hands out the block from its beginning again: nothing uses its pieces any more."""
+        self._used = 0
+
+
+def _split_experts(factors: Factors, experts: AllExperts, a: Tensor, b: Tensor) -> dict[int, LowRank]:
+    """Returns the factors of each expert: see config/adapter.py. A factor of all experts is used for each."""
+    rank, count = factors.rank, experts.count
+    first = a.view(-1, rank, a.shape[1]).expand(count, -1, -1)
+    second = b.view(b.shape[0], rank, -1).expand(-1, -1, count).permute(2, 0, 1)
+    if factors.is_flipped:
+        first, second = second.mT, first.mT
+    if experts.gates_alternate and factors.target is not None and factors.target.site == experts.gate_up_site:
+        second = torch.cat([second[:, ::2], second[:, 1::2]], dim=1)
+    return {i: LowRank(first[i].contiguous(), second[i].contiguous(), factors.scale) for i in range(count)}
 
 
 def _take_rows(stored: Tensor, order: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config.lora import LoRAConfig
 from quire.failpoints import failpoint
@@ -19,10 +19,12 @@ from quire.lora_request import LoRARequest
 from quire.wire.execution import NewRequestData
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.worker.input_batch import NO_ADAPTER, StepInputs
+from quire.worker.kernels.base import LinearKernel
 from quire.worker.kernels.lora import AdapterBatch
 from quire.worker.loader import Placement
 from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
 from quire.worker.lora.sites import make_sites
+from quire.worker.packed_cache import PackedCache
 
 Numbers = npt.NDArray[np.int64]
 
@@ -35,9 +37,17 @@ class AdapterTable:
     """
 
     def __init__(
-        self, model: nn.Module, placement: Placement, limits: LoRAConfig, *, pools: bool, base_model: str
+        self,
+        model: nn.Module,
+        placement: Placement,
+        limits: LoRAConfig,
+        *,
+        pools: bool,
+        base_model: str,
+        cache: PackedCache | None = None,
     ) -> None:
-        """`pools`: the model has a head for pooling; `base_model`: its name, for messages."""
+        """`pools`: the model has a head for pooling; `base_model`: its name, for messages; `cache`: the directory of
+        packed adapters."""
         kernels, dtype = placement.kernels, placement.dtype
         self._sites = make_sites(model, kernels, dtype, pools=pools)
         self._lock = threading.Lock()
@@ -45,10 +55,15 @@ class AdapterTable:
         self._arrived: dict[AdapterKey, LoadedAdapter] = {}
         """Loaded, not installed yet."""
         self._dropped: list[AdapterKey] = []
-        self._loader = AdapterLoader(kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model)
+        self._loader = AdapterLoader(
+            kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model, cache
+        )
         self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
         """Slots and adapters."""
         self._new_slots, self._free_slots = count(), list[int]()
+        self._heads: dict[int, LinearKernel] = {}
+        """Classifiers of adapters, by slot."""
+        self._kernels = kernels
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +99,7 @@ class AdapterTable:
 
     def begin_step(self) -> None:
         """Installs what has arrived, and removes what was dropped."""
-        self._loader.pace.note_step()
+        self._loader.note_step()
         if self._arrived or self._dropped:
             self._apply_changes()
 
@@ -103,16 +118,26 @@ class AdapterTable:
         slots = inputs.adapter_slots
         assert slots is not None
         try:
-            _set(self._sites.tokens, slots, inputs.query_lens)
+            _set(self._sites.tokens, *_split(slots, inputs.query_lens, inputs.base_lens))
             _set(self._sites.logits, slots[inputs.sampling], inputs.logits_lens)
             yield
         finally:
             self._sites.tokens.clear()
             self._sites.logits.clear()
 
-    def apply_to_logits(self, slot: int, num_rows: int) -> None:
-        """Applies one adapter to the rows of the next call of the logits head. Inside `applied`."""
-        self._sites.logits.set([0, num_rows], [slot])
+    def apply_to_logits(self, slot: int, num_rows: int, num_base: int) -> None:
+        """Applies one adapter to the rows of the next call of the logits head but the first `num_base`. Inside
+        `applied`."""
+        slots, lens = _split(np.array([slot]), np.array([num_rows]), np.array([num_base]))
+        _set(self._sites.logits, slots, lens)
+
+    def classify(self, slot: int, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Returns a classifier's scores for rows of one adapter, which may have a classifier of its own."""
+        kernel = self._heads.get(slot)
+        if kernel is None or self._sites.head is None:
+            return function(hidden)
+        with self._sites.head.replaced(kernel):
+            return function(hidden)
 
     def _deliver(self, adapter: LoadedAdapter) -> None:
         with self._lock:
@@ -129,16 +154,30 @@ class AdapterTable:
             slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
             for name, site in self._sites.sites.items():  # all: a site has a place for every slot in use
                 site.kernel.install(slot, adapter.packed.get(name))
+            if adapter.head is not None:
+                assert self._sites.head is not None
+                self._heads[slot] = self._kernels.linear(*adapter.head, self._sites.head.spec)
             self._installed[adapter.key] = slot, adapter
 
     def _remove(self, key: AdapterKey) -> None:
         if key not in self._installed:
             return
         slot, adapter = self._installed.pop(key)
+        failpoint("lora.remove", adapter.name)
         for name in adapter.packed:
             self._sites.sites[name].kernel.install(slot, None)
+        self._heads.pop(slot, None)
         heapq.heappush(self._free_slots, slot)
         self._loader.free(adapter)
+
+
+def _split(slots: Numbers, lens: Numbers, base_lens: Numbers | None) -> tuple[Numbers, Numbers]:
+    """Returns slots and numbers of rows, with those rows apart that come before their request's adapter begins."""
+    if base_lens is None:
+        return slots, lens
+    both = np.stack([np.full_like(slots, NO_ADAPTER), slots], axis=1).ravel()
+    both_lens = np.stack([base_lens, lens - base_lens], axis=1).ravel()
+    return both[both_lens > 0], both_lens[both_lens > 0]
 
 
 def _set(batch: AdapterBatch, slots: Numbers, lens: Numbers) -> None:

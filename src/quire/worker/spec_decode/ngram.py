@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import byref, c_int64
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.worker.kernels.library import native_library
 from quire.worker.spec_decode.drafter import NO_PROPOSAL, Drafter, DrafterContext, DraftRow, Proposal
 from quire.worker.spec_decode.prediction import draft_of_prediction
 
 LONGEST_MATCH = 15
 """Matches are compared up to this length, or `prompt_lookup_max`: it is the highest confidence."""
-FEW = 64
-"""Candidates that are compared all at once."""
-DENSE = 16
-"""With more than one candidate in so many tokens all tokens are compared, instead of those before candidates."""
 
 
 class NgramDrafter(Drafter):
@@ -52,37 +50,25 @@ class NgramDrafter(Drafter):
 def find_match(token_ids: npt.NDArray[np.int32], shortest: int, longest: int) -> tuple[int, int]:
     """Returns the end of the earlier tokens that equal most of the last ones, the latest of equals, and how many these
     are; (0, 0) if they are fewer than `shortest`. What exceeds `longest` tokens is not compared."""
-    n = len(token_ids)
-    longest = min(longest, n - 1)
+    longest = min(longest, len(token_ids) - 1)
     if longest < max(shortest, 1):
         return 0, 0
-    is_match = token_ids[:-1] == token_ids[-1]  # [i]: the `length` tokens before position length + i are the last ones
-    length, count = 1, int(np.count_nonzero(is_match))
-    while count > max(FEW, n // DENSE) and length < longest:
-        longer = is_match[1:] & (token_ids[: n - length - 1] == token_ids[n - length - 1])
-        num_longer = int(np.count_nonzero(longer))
-        if not num_longer:
+    library = native_library()
+    if library is None:
+        end, length = _find_match(token_ids, longest)
+    else:
+        length = library.cdll.qk_find_match(token_ids.ctypes.data, len(token_ids), longest, byref(place := c_int64()))
+        end = place.value
+    return (end, length) if length >= max(shortest, 1) else (0, 0)
+
+
+def _find_match(token_ids: npt.NDArray[np.int32], longest: int) -> tuple[int, int]:
+    """Does in numpy what `qk_find_match` does: keeps the places where one token more agrees, until there are none."""
+    last = len(token_ids) - 1
+    ends, length = np.arange(1, last + 1), 0
+    while length < longest:
+        longer = ends[(ends > length) & (token_ids[ends - length - 1] == token_ids[last - length])]
+        if not len(longer):
             break
-        length, is_match, count = length + 1, longer, num_longer
-    if not count or count > max(FEW, n // DENSE) or length == longest:
-        return (n - 1 - int(is_match[::-1].argmax()), length) if count and length >= shortest else (0, 0)
-    ends = np.flatnonzero(is_match) + length
-    while length < longest and (length < shortest or len(ends) > FEW):
-        longer_ends = ends[(token_ids[ends - length - 1] == token_ids[n - length - 1]) & (ends > length)]
-        if not len(longer_ends):
-            return (int(ends[-1]), length) if length >= shortest else (0, 0)
-        length, ends = length + 1, longer_ends
-    return _longest_match(token_ids, ends, length, longest)
-
-
-def _longest_match(
-    token_ids: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], length: int, longest: int
-) -> tuple[int, int]:
-    """Returns the best of `ends`, the latest of equals, and how many tokens before it agree; `length` are known to."""
-    back = np.arange(length + 1, longest + 1)
-    positions = ends[:, None] - back
-    is_equal = np.zeros((len(ends), len(back) + 1), np.bool_)
-    np.logical_and(token_ids[positions] == token_ids[len(token_ids) - back], positions >= 0, out=is_equal[:, :-1])
-    more = is_equal.argmin(axis=1)  # tokens until the first difference
-    best = len(ends) - 1 - int(more[::-1].argmax())
-    return int(ends[best]), length + int(more[best])
+        ends, length = longer, length + 1
+    return int(ends[-1]), length

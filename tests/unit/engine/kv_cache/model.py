@@ -32,6 +32,7 @@ class ModelRequest:
     lora_request: LoRARequest | None = None
     prompt_embeds: None = None
     lora_revision: int = 1
+    lora_start: int = 0
     skip_reading_prefix_cache: bool = False
     num_computed_tokens: int = 0
     num_preemptions: int = 0

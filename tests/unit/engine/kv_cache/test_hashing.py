@@ -21,6 +21,7 @@ from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.block_hash import NONE_HASH, ExtraKeys, hash_block
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.lora import NEVER
 from tests.unit.engine.kv_cache.model import ModelRequest, letters
 
 LORA = LoRARequest("sql", 1, "/adapters/sql")
@@ -153,6 +154,21 @@ def test_lora_enters_every_block_by_name_and_path() -> None:
     assert not set(reloaded.block_hashes) & set(requests[1].block_hashes)
     same = ModelRequest("r", letters("ABCDEFGH"), lora_request=LoRARequest("sql", 9, "/adapters/sql"))
     assert same.block_hashes == requests[1].block_hashes  # the int id is local to a process
+
+
+def test_blocks_before_an_adapter_begins_are_the_base_model_s() -> None:
+    base, whole, late, later, never = (
+        ModelRequest("r", letters("ABCDEFGHIJKL"), lora_request=lora, lora_start=start, lora_revision=2)
+        for lora, start in ((None, 0), (LORA, 0), (LORA, 5), (LORA, 6), (LORA, NEVER))
+    )
+    lora = (("lora", "sql", "/adapters/sql"), ("lora_revision", 2))
+    assert [block_extra_keys(late, i, 4) for i in range(3)] == [None, (*lora, ("lora_start", 1)), lora]
+    assert base.block_hashes[0] == late.block_hashes[0] == later.block_hashes[0] != whole.block_hashes[0]
+    for index in (1, 2):
+        assert len({request.block_hashes[index] for request in (base, whole, late, later)}) == 4
+    assert never.block_hashes == base.block_hashes
+    at_a_border = ModelRequest("r", letters("ABCDEFGHIJKL"), lora_request=LORA, lora_start=4, lora_revision=2)
+    assert [block_extra_keys(at_a_border, i, 4) for i in range(3)] == [None, lora, lora]
 
 
 def test_image_hash_tells_equal_placeholders_apart() -> None:

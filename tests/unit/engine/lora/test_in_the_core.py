@@ -199,5 +199,5 @@ def test_a_request_that_is_refused_leaves_no_reference() -> None:
     for refused in (long, empty):
         with pytest.raises(ValueError, match=r"long|no prompt tokens|tokens"):
             client.add_request(refused)
-    assert [one.num_bound for one in core.adapters._revisions.values()] == [0]
+    assert [one.num_bound for one in core.adapters.registry.revisions.values()] == [0]
     client.shutdown()

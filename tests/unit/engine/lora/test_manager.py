@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -9,12 +10,13 @@ import msgspec
 import pytest
 
 from quire.config.lora import LoRAConfig
-from quire.engine.lora.manager import FAILURE_S, PINNED_DELAY_S, AdapterManager
+from quire.engine.lora.manager import PINNED_DELAY_S, UNKNOWN, AdapterManager
 from quire.engine.lora.memory import MAX_WAIT_S
+from quire.engine.lora.registry import FAILURE_S
 from quire.engine.request import Request, RequestStatus
 from quire.errors import AdapterError, ClientError, GenerationError, ValidationError
 from quire.lora_request import LoRARequest
-from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad, RegisteredAdapter
+from quire.wire.lora import NEVER, AdapterInfo, AdapterKey, AdapterLoad, RegisteredAdapter
 from quire.wire.stats import SchedulerStats
 
 from ..harness import make_core_request
@@ -48,14 +50,22 @@ class Worker:
         self.loaded.remove(key)
         self.log.append(("drop", *key))
 
-    def end(self, key: AdapterKey, digest: str = "", error: Exception | None = None, num_bytes: int = 0) -> None:
+    def end(
+        self,
+        key: AdapterKey,
+        digest: str = "",
+        error: Exception | None = None,
+        num_bytes: int = 0,
+        invocation: Sequence[int] = (),
+    ) -> None:
         load, future = self.loading.pop(key)
         if error is not None:
             future.set_exception(error)
             return
         self.loaded.add(key)
         name = load.lora_request.lora_name
-        future.set_result(AdapterInfo(*key, digest or f"{name}0", num_bytes or self.sizes.get(name, 100), 8))
+        size = num_bytes or self.sizes.get(name, 100)
+        future.set_result(AdapterInfo(*key, digest or f"{name}0", size, 8, list(invocation)))
 
 
 class Manager(AdapterManager):
@@ -78,7 +88,8 @@ class Manager(AdapterManager):
 
     def request(self, name: str, lora: LoRARequest, **fields: Any) -> Request:
         origin = msgspec.structs.replace(make_core_request(name), lora_request=lora, **fields)
-        return Request(origin, None, self.bind(origin))
+        key = self.bind(origin)
+        return Request(origin, None, key, self.find_start(origin, key))
 
     def end(self, lora: LoRARequest, number: int = 1, **result: Any) -> None:
         self.take_results()
@@ -135,6 +146,33 @@ def test_a_request_waits_for_its_adapter() -> None:
     assert (stats.adapters.wait_seconds, stats.adapters.num_loads) == ([], {})
 
 
+def test_an_adapter_begins_at_the_last_invocation_in_the_prompt() -> None:
+    manager = Manager()
+    prompts = {"none": [1, 5, 7, 6], "end": [1, 5, 6], "two": [5, 6, 5, 5, 6, 9], "short": [6]}
+    starts = {"none": NEVER, "end": 1, "two": 3, "short": NEVER}
+    early = {name: manager.request(name, A, prompt_token_ids=prompt) for name, prompt in prompts.items()}
+    assert {request.lora_start for request in early.values()} == {UNKNOWN}, "nothing is known of the adapter"
+    manager.end(A, invocation=[5, 6])
+    for request in early.values():
+        manager.start(request)
+    assert {name: request.lora_start for name, request in early.items()} == starts
+    late = {name: manager.request(name, A, prompt_token_ids=prompt) for name, prompt in prompts.items()}
+    assert {name: request.lora_start for name, request in late.items()} == starts
+    assert early["two"].report.adapter == AdapterInfo(1, 1, "a0", 100, 8, [5, 6])
+    # a request that goes on after a restart: its outputs hold the invocation again, and begin nothing
+    again, began = Manager(), early["two"].report.adapter
+    again.register_loras([RegisteredAdapter(A, 1, "a0")])
+    resumed = again.request("two", A, prompt_token_ids=prompts["two"], adapter=began, output_token_ids=[5, 6])
+    assert resumed.lora_start == 3, "before the adapter is loaded"
+    again.end(A, invocation=[5, 6])
+    again.start(resumed)
+    assert resumed.lora_start == 3
+    # a reload with another invocation is for those that come afterwards
+    manager.add_lora(AGAIN)
+    manager.end(A, 2, digest="a1", invocation=[1])
+    assert [manager.request("new", A, prompt_token_ids=prompts["end"]).lora_start, early["end"].lora_start] == [0, 1]
+
+
 def test_requests_without_an_adapter_pass() -> None:
     manager = Manager()
     plain = Request(make_core_request("r"), None, manager.bind(make_core_request("r")))
@@ -173,7 +211,7 @@ def test_an_unexpected_error_is_named() -> None:
     with pytest.raises(GenerationError, match="adapter 'a' could not be loaded: KeyError: 'surprise'"):
         future.result(0)
     assert manager.list_loras() == set()
-    assert not manager._revisions, "it never was an adapter"
+    assert not manager.registry.revisions, "it never was an adapter"
 
 
 def test_a_new_path_replaces_one_that_could_not_be_loaded() -> None:
@@ -398,7 +436,7 @@ def test_what_was_removed_serves_its_requests_to_the_end() -> None:
         assert manager.loaded() == [(1, 1)]
         manager.finish(request)
     assert manager.loaded() == []
-    assert not manager._revisions
+    assert not manager.registry.revisions
 
 
 def test_an_adapter_that_is_removed_while_it_loads_is_dropped() -> None:
@@ -410,7 +448,7 @@ def test_an_adapter_that_is_removed_while_it_loads_is_dropped() -> None:
         future.result(0)
     manager.end(A)
     assert manager.loaded() == []
-    assert not manager._revisions
+    assert not manager.registry.revisions
 
 
 def test_files_that_changed_while_it_was_cold_are_another_revision() -> None:
@@ -424,7 +462,7 @@ def test_files_that_changed_while_it_was_cold_are_another_revision() -> None:
     assert manager.loaded() == []
     manager.end(A, 2, digest="other files")
     manager.start(waiting)
-    assert (1, 1) not in manager._revisions
+    assert (1, 1) not in manager.registry.revisions
 
 
 # -- restarts and sleep ----------------------------------------------------------------------------------------

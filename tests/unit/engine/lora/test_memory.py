@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.lora.memory import MAX_WAIT_S, AdapterMemory, AdapterPlaces, LoadQueue, Revision
+from quire.engine.lora.memory import MAX_WAIT_S, AdapterMemory, AdapterPlaces, LoadQueue
+from quire.engine.lora.registry import Revision
 from quire.errors import AdapterError
 from quire.lora_request import LoRARequest
 
@@ -186,7 +187,7 @@ def test_loads_begin_in_order_and_pinned_ones_when_no_other_waits() -> None:
     assert not queue.waits_too_long(9.0), "the one that waited is gone"
     assert queue.take_later(4.9) is None
     queue.begin(one)
-    assert (queue.num_busy, queue.is_busy(one), queue.take_later(5.0)) == (1, True, None)
+    assert (queue.num_busy, one.is_busy, queue.take_later(5.0)) == (1, True, None)
     done: Future[int] = Future()
     queue.results.put((one, done))
     assert list(queue.take_results()) == [(one, done)]

@@ -33,6 +33,7 @@ def test_probes_answer_without_a_body() -> None:
         assert (await server.client.post("/ping")).status_code == 200
         assert (await server.get("/version")).json() == {"version": __version__}
         assert (await server.get("/load")).json() == {"server_load": 0}
+        assert (await server.get("/kv_event_sources")).json() == {}
 
         server.state.lifecycle.is_draining = True
         assert (await server.get("/health/ready")).status_code == 503

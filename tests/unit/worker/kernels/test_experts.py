@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, route
+from quire.worker.kernels.reference import TORCH_KERNELS, TorchExperts, route
 from quire.worker.kernels.specs import CLAMPED_SWIGLU, ExpertsSpec, RouterSpec
 
 from ..conftest import MakeKernels
@@ -45,11 +45,8 @@ def test_equals_the_float64_reference(
     for r in (None, residual):
         y = make_kernels(2).experts(gate_up, down, SILU)(x, ids, weights, r)
         wide_residual = None if r is None else r.double()
-        wide = (t.double() for t in (gate_up, down))
-        expected = ask_experts(
-            x.double(), ids, weights.double(), wide_residual,
-            **dict(zip(("gate_up", "down"), wide, strict=True)), spec=SILU,
-        )  # fmt: skip
+        exact = TorchExperts(gate_up.double(), down.double(), SILU)
+        expected = exact(x.double(), ids, weights.double(), wide_residual)
         assert y.dtype == dtype
         # between the two matrices bfloat16 is rounded once more
         tolerance = 2**-6 if dtype == torch.bfloat16 else 3e-6
@@ -260,9 +257,7 @@ def test_scaled_inputs_and_shared_answers_equal_the_reference(make_kernels: Make
     for r in (None, residual):
         y = make_kernels(2).experts(gate_up, down, spec)(x, ids, weights, r, shared)
         wide = [None if t is None else t.double() for t in (r, shared)]
-        expected = ask_experts(
-            x.double(), ids, weights.double(), *wide, gate_up=gate_up.double(), down=down.double(), spec=spec
-        )
+        expected = TorchExperts(gate_up.double(), down.double(), spec)(x.double(), ids, weights.double(), *wide)
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
         alone = make_kernels(1).experts(gate_up, down, spec)
         rows = [alone(*(None if t is None else t[i : i + 1] for t in (x, ids, weights, r, shared))) for i in range(19)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.worker.kernels.base import Kernels, LinearKernel
 from quire.worker.kernels.library import Context, NativeLibrary
-from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, PackedLowRank
+from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, LowRankShape, PackedLowRank
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.plan import Plan
 from quire.worker.kernels.reference import TORCH_KERNELS, TorchKernels
@@ -68,14 +68,14 @@ class Layer:
         self.batch, self.site = add_site(kernels, self.kernel, k, sizes, spec.gated, dtype)
         self.slots = [first_slot + 2 * i for i in range(len(RANKS))]
         for slot, parts in zip(self.slots, self.adapters, strict=True):
-            self.site.install(slot, kernels.pack_low_rank(parts, k, sizes, spec.gated, dtype))
+            self.site.install(slot, kernels.pack_low_rank(parts, LowRankShape(k, (*sizes,), spec.gated, dtype)))
 
 
 def add_site(
     kernels: Kernels, kernel: LinearKernel, k: int, sizes: list[int], gated: bool, dtype: torch.dtype
 ) -> tuple[AdapterBatch, AdapterSite]:
     batch = kernels.adapter_batch()
-    kernel.site = kernels.adapter_site(batch, k, sizes, gated, dtype)
+    kernel.site = kernels.adapter_site(batch, LowRankShape(k, (*sizes,), gated, dtype))
     return batch, kernel.site
 
 
@@ -185,7 +185,7 @@ def test_a_slot_may_be_emptied_and_filled_again(make_kernels: MakeKernels) -> No
     first, plain = layer.kernel(x), layer.plain(x)
     layer.site.install(2, None)
     assert torch.equal(layer.kernel(x), plain)
-    layer.site.install(77, kernels.pack_low_rank(layer.adapters[1], 64, [40], False, torch.bfloat16))
+    layer.site.install(77, kernels.pack_low_rank(layer.adapters[1], LowRankShape(64, (40,), False, torch.bfloat16)))
     layer.batch.set([0, 5], [77])
     assert torch.equal(layer.kernel(x), first)
     layer.kernel.site = None
@@ -223,7 +223,7 @@ def test_quantized_layers(make_kernels: MakeKernels, form: str, dtype: torch.dty
     for kernels in (make_kernels(1), make_kernels(3), TORCH_KERNELS):
         kernel, plain = (kernels.quantized_linear(weight, None, GATED) for _ in range(2))
         batch, site = add_site(kernels, kernel, k, sizes, True, dtype)
-        site.install(3, kernels.pack_low_rank(parts, k, sizes, True, dtype))
+        site.install(3, kernels.pack_low_rank(parts, LowRankShape(k, (*sizes,), True, dtype)))
         batch.set([0, 7, 31], [BASE, 3])
         y, base = kernel(x), plain(x)
         assert torch.equal(y[:7], base[:7])
@@ -249,16 +249,18 @@ def test_a_tied_embedding_has_two_sites(make_kernels: MakeKernels, dtype: torch.
         for table_kernel in (kernels.embedding(table, LOGITS), kernels.embedding(table, None)):
             batch, of_logits = kernels.adapter_batch(), kernels.adapter_batch()
             base = table_kernel.lookup(ids)
-            table_kernel.lookup_site = kernels.adapter_site(batch, vocab, [dim], False, dtype)
-            table_kernel.lookup_site.install(0, kernels.pack_low_rank(lookup, vocab, [dim], False, dtype))
+            table_kernel.lookup_site = kernels.adapter_site(batch, LowRankShape(vocab, (dim,), False, dtype))
+            table_kernel.lookup_site.install(
+                0, kernels.pack_low_rank(lookup, LowRankShape(vocab, (dim,), False, dtype))
+            )
             batch.set([0, 2, 6], [BASE, 0])
             y = table_kernel.lookup(ids)
             assert torch.equal(y[[0, 1, 6]], base[[0, 1, 6]])
             assert torch.equal(table_kernel.lookup(ids, added), added + y)
         head = kernels.embedding(table, LOGITS)
         plain = head.project(x)
-        head.project_site = kernels.adapter_site(of_logits, dim, [vocab], False, dtype)
-        head.project_site.install(1, kernels.pack_low_rank(project, dim, [vocab], False, dtype))
+        head.project_site = kernels.adapter_site(of_logits, LowRankShape(dim, (vocab,), False, dtype))
+        head.project_site.install(1, kernels.pack_low_rank(project, LowRankShape(dim, (vocab,), False, dtype)))
         of_logits.set([0, 3], [1])
         logits = head.project(x)
         assert torch.equal(logits[3:], plain[3:])
@@ -281,8 +283,10 @@ def test_a_plan_follows_the_segments_of_its_steps(make_kernels: MakeKernels) -> 
     quantized = kernels.quantized_linear(quantize_int8(randn(1, 64, 64)), None)
     quantized.site = layer.site
     table = kernels.embedding(randn(2, 50, 64, dtype=dtype), None)
-    table.lookup_site = kernels.adapter_site(layer.batch, 50, [64], False, dtype)
-    table.lookup_site.install(0, kernels.pack_low_rank(make_parts((4,), 50, [64], dtype), 50, [64], False, dtype))
+    table.lookup_site = kernels.adapter_site(layer.batch, LowRankShape(50, (64,), False, dtype))
+    table.lookup_site.install(
+        0, kernels.pack_low_rank(make_parts((4,), 50, [64], dtype), LowRankShape(50, (64,), False, dtype))
+    )
 
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
         return quantized(layer.kernel(table.lookup(ids)))
@@ -320,7 +324,9 @@ def test_packing_on_another_thread_while_kernels_run(library: NativeLibrary, mak
     packed: list[PackedLowRank] = []
 
     def pack() -> None:
-        packed.extend(other.pack_low_rank(layer.adapters[-1], k, sizes, False, dtype) for _ in range(20))
+        packed.extend(
+            other.pack_low_rank(layer.adapters[-1], LowRankShape(k, (*sizes,), False, dtype)) for _ in range(20)
+        )
 
     thread = threading.Thread(target=pack)
     thread.start()
@@ -347,4 +353,7 @@ def test_shapes_that_do_not_fit_are_refused(kernels: Kernels | None, library: Na
     }
     for message, parts in bad.items():
         with pytest.raises(ValueError, match=message):
-            kernels.pack_low_rank(parts, 32, [16, 16], False, torch.float32)
+            kernels.pack_low_rank(
+                parts,
+                LowRankShape(32, (16, 16), False, torch.float32),
+            )

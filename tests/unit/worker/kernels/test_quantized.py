@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.kernels.native_quantized import can_pack
-from quire.worker.kernels.reference import TORCH_KERNELS, ask_experts, multiply_int8, quantize_rows, route
+from quire.worker.kernels.reference import TORCH_KERNELS, TorchExperts, multiply_int8, quantize_rows, route
 from quire.worker.kernels.specs import CLAMPED_SWIGLU, LOGITS, PLAIN, ExpertsSpec, LinearSpec, RouterSpec
 from quire.worker.quantization.weight import Coding, QuantizedWeight, quantize_int4, quantize_int8
 
@@ -273,7 +273,7 @@ def test_experts_equal_plain_ones_of_what_the_integers_stand_for(
         if kind != "int8" and dtype == torch.float32:
             wide = [torch.stack([w.dequantize() for w in block]).double() for block in (gate_up, down)]
             wide_r = None if r is None else r.double()
-            exact = ask_experts(x.double(), ids, weights.double(), wide_r, gate_up=wide[0], down=wide[1], spec=SILU)
+            exact = TorchExperts(*wide, SILU)(x.double(), ids, weights.double(), wide_r)
             torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-5)
 
 

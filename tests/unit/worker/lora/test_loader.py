@@ -127,6 +127,16 @@ def test_the_digest_is_of_config_header_and_factors(loading: Loading, tmp_path: 
         loading.loader.load(ask(path, digest=info.digest)).result(timeout=30)
 
 
+def test_the_digest_is_the_same_while_steps_run(loading: Loading, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, tensors(num_layers=1))
+    alone = loading.loader.load(ask(path)).result(timeout=30)
+    with injected("lora.pack", lambda *_: loading.loader.note_step()):  # from the second site on
+        changing = loading.loader.load(ask(path, "y", 2)).result(timeout=30)
+    with injected("lora.read", lambda *_: loading.loader.note_step()):
+        beside = loading.loader.load(ask(path, "z", 3)).result(timeout=30)
+    assert alone.digest == changing.digest == beside.digest
+
+
 def test_the_estimate_bounds_what_it_takes(loading: Loading, tmp_path: Path) -> None:
     for rank in (1, 8, 100):
         path = write_adapter(tmp_path / str(rank), tensors(rank, num_layers=1), r=rank)

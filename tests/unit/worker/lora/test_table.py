@@ -15,7 +15,7 @@ from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import NewRequestData
 from quire.wire.lora import AdapterLoad
-from quire.worker.lora.table import AdapterTable, _set
+from quire.worker.lora.table import AdapterTable, _set, _split
 from tests.adapters import PREFIX, factors, tensors, write_adapter
 from tests.lora_worker import GREEDY, LoRAWorker, Work
 
@@ -71,6 +71,13 @@ def test_neighbours_with_one_adapter_are_one_segment(slots: list[int], lens: lis
     batch = Recorder()
     _set(batch, np.array(slots, dtype=np.int64), np.array(lens, dtype=np.int64))
     assert batch.given == given
+
+
+def test_rows_before_an_invocation_are_apart() -> None:
+    slots, lens = np.array([-1, 2, 2, 7]), np.array([3, 4, 5, 6])
+    assert _split(slots, lens, None) == (slots, lens)
+    split = _split(slots, lens, np.array([0, 4, 2, 0]))
+    assert [each.tolist() for each in split] == [[-1, -1, -1, 2, 7], [3, 4, 2, 3, 6]]
 
 
 def test_slots_are_used_again_and_dropped_adapters_change_nothing(

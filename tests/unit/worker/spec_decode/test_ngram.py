@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from quire.worker.spec_decode import ngram
 from quire.worker.spec_decode.ngram import NgramDrafter, find_match
 
 from ..toy import make_runner
@@ -24,6 +25,14 @@ def slow_match(tokens: list[int], shortest: int, longest: int) -> tuple[int, int
     return best
 
 
+@pytest.fixture(params=["native", "numpy"])
+def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both searches; the native one where it was built."""
+    if request.param == "numpy":
+        monkeypatch.setattr(ngram, "native_library", lambda: None)
+
+
+@pytest.mark.usefixtures("search")
 @pytest.mark.parametrize("seed", range(4))
 def test_the_longest_match_is_found_and_the_latest_of_equals(seed: int) -> None:
     rng = random.Random(seed)
@@ -35,6 +44,7 @@ def test_the_longest_match_is_found_and_the_latest_of_equals(seed: int) -> None:
         assert find_match(np.array(tokens, np.int32), shortest, longest) == slow_match(tokens, shortest, longest)
 
 
+@pytest.mark.usefixtures("search")
 @pytest.mark.parametrize("num_kinds", [2, 20, 60])
 def test_it_is_found_in_long_texts(num_kinds: int) -> None:
     rng = random.Random(num_kinds)

@@ -164,6 +164,13 @@ LEDGER: tuple[MetricSpec, ...] = (
         value=lambda stats: stats.num_recomputed_tokens,
         prefix=QUIRE,
     ),
+    of_step(
+        name="kv_events_dropped",
+        kind="counter",
+        help="Batches of KV cache events that were lost because too many waited; all that is cached followed.",
+        value=lambda stats: stats.num_dropped_kv_events,
+        prefix=QUIRE,
+    ),
     of_ledger(
         name="engine_restarts",
         help="Restarts of the engine core, by cause.",

@@ -87,7 +87,7 @@ async def classify(exchange: Exchange) -> Response:
     data: list[dict[str, Any]] = []
     for index, output in enumerate(outputs):
         probs = output.outputs.data
-        label = labels[int(probs.argmax())] if labels else None
+        label = labels[int(probs.argmax())] if len(labels) == len(probs) else None  # an adapter may have others
         data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
     usage = count_tokens(outputs)
     return json_response({**answer_head(exchange, body, "classify", model), "data": data, "usage": usage})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from quire.errors import ServerError
@@ -62,6 +63,13 @@ async def metrics(exchange: Exchange) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPES[format]})
 
 
+async def kv_event_sources(exchange: Exchange) -> Response:
+    """Returns where engines publish KV cache events, by data-parallel rank; nothing if they do not."""
+    engines = exchange.state.engine.engine_core.engine_responses
+    sources = {str(engine): ready.kv_events for engine, ready in sorted(engines.items()) if ready.kv_events is not None}
+    return json_response(msgspec.to_builtins(sources))
+
+
 async def list_models(exchange: Exchange) -> Response:
     """Lists the models that requests may name."""
     state = exchange.state
@@ -118,6 +126,7 @@ ENDPOINTS = (
     Endpoint(
         path="/metrics", handler=metrics, access=Access.METRICS, methods=("GET",), is_on_admin=True, is_polled=True
     ),
+    Endpoint(path="/kv_event_sources", handler=kv_event_sources, access=Access.KEY, methods=("GET",)),
     Endpoint(path="/v1/models", handler=list_models, access=Access.KEY, methods=("GET",)),
     Endpoint(path="/v1/models/{model:path}", handler=show_model, access=Access.KEY, methods=("GET",)),
 )
