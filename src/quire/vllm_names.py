@@ -30,7 +30,7 @@ _CONFIGS = {
     "VllmConfig": "quire.config.engine:EngineConfig",
     "CacheConfig": "quire.config.engine",
     "ModelConfig": "quire.config.model",
-    "ParallelConfig": "quire.config.engine",
+    "ParallelConfig": "quire.config.parallel",
     "SchedulerConfig": "quire.config.engine",
 } | dict.fromkeys(
     (

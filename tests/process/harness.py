@@ -15,6 +15,7 @@ from typing import Any
 from quire import EngineArgs, RequestOutputKind, SamplingParams
 from quire.errors import GenerationError
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.mp import AsyncMPClient
 from quire.testing.fake_model import FakeModel, expected_output
 from quire.testing.history import History, StreamKey
@@ -69,9 +70,10 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def running(args: EngineArgs, **client_fields: Any) -> AsyncIterator[Engine]:
-    """A started engine. At the end its core is gone and its directory removed."""
+    """A started engine, or several. At the end the cores are gone and the directory removed."""
     config = args.create_engine_config("serving")
-    client = await asyncio.to_thread(AsyncMPClient, config, log_stats=True, **client_fields)
+    make = DPLBAsyncMPClient if config.parallel_config.data_parallel_size > 1 else AsyncMPClient
+    client = await asyncio.to_thread(make, config, log_stats=True, **client_fields)
     directory, pids = client.resources.directory, set()
     async with asyncio.timeout(DEADLINE_S), AsyncLLM(config, client=client) as llm:
         engine = Engine(llm, client)
@@ -79,7 +81,7 @@ async def running(args: EngineArgs, **client_fields: Any) -> AsyncIterator[Engin
         assert metrics is not None
         async with audited(metrics):
             yield engine
-        pids.add(engine.core_pid)
+        pids |= {supervisor.core_pid for supervisor in client.resources.supervisors.values()}
     assert directory is not None
     assert not directory.path.exists()
     for pid in pids - {None}:

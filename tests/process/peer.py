@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from quire.config.engine import CacheConfig, EngineConfig, LifecycleConfig, ParallelConfig, SchedulerConfig
+from quire.config.engine import CacheConfig, EngineConfig, LifecycleConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.server import encode_config
 from quire.wire.handshake import PROTOCOL_VERSION
 from quire.wire.heartbeat import HeartbeatPage

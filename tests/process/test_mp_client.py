@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import zmq
 
-from quire.config.engine import EngineConfig, LifecycleConfig, ParallelConfig
+from quire.config.engine import EngineConfig, LifecycleConfig
 from quire.config.hf_config import HFConfig
+from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.base import make_async_client, make_client
 from quire.frontend.client.link_thread import AttachedLinkThread
@@ -202,8 +203,8 @@ def test_what_the_client_owns(start: Clients) -> None:
     assert resources.directory is not None
     path = resources.directory.path
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert {file.name for file in path.iterdir() if file.is_socket()} == {"input-0", "output-0", "handshake"}
-    assert [file.name for file in path.glob("heartbeat*")] == ["heartbeat-0"]
+    assert {file.name for file in path.iterdir() if file.is_socket()} == {"input-0", "output-0", "handshake-0-0"}
+    assert [file.name for file in path.glob("heartbeat*")] == ["heartbeat-0-0"]
 
 
 def test_a_core_in_this_process_cannot_be_shared() -> None:

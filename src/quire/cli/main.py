@@ -62,6 +62,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench serve", "quire.cli.bench.serve:", "Load a server: latencies, goodput, saturation."),
     Command("bench startup", "quire.cli.bench.startup:", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead:", "Measure what the engine costs beside the model."),
+    Command("fleet status", "quire.cli.fleet:status_", "List the engines of a server.", checks_environment=False),
+    Command("fleet restart", "quire.cli.fleet:restart_", "Restart them one by one.", checks_environment=False),
+    Command("fleet scale", "quire.cli.fleet:scale_", "Change their number.", checks_environment=False),
     Command("cache", "quire.cli.cache:", "List, check or delete what is kept on disk between runs."),
     Command(
         "collect-env",
@@ -70,6 +73,7 @@ COMMANDS: tuple[Command, ...] = (
         checks_environment=False,
     ),
 )
+GROUPS = frozenset(command.name.split()[0] for command in COMMANDS if " " in command.name)
 ALIASES: dict[str, str] = {"run-batch": "batch"}
 
 
@@ -108,8 +112,8 @@ def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(_overview())
         return 0
-    if argv == ["bench"] or (argv[0] == "bench" and find_help_topic(argv[1:2]) is not None):
-        print(_overview("bench "))
+    if argv[0] in GROUPS and (len(argv) == 1 or find_help_topic(argv[1:2]) is not None):
+        print(_overview(f"{argv[0]} "))
         return 0
     command, rest = _find_command(argv)
     line: CommandLine = resolve(f"{command.entry}command_line")()
@@ -131,7 +135,7 @@ def _find_command(argv: list[str]) -> tuple[Command, list[str]]:
         if words[: len(parts)] == parts:
             return command, words[len(parts) :]
     names = [*(c.name for c in COMMANDS), *ALIASES]
-    asked = " ".join(words[:2]) if words[0] == "bench" else words[0]
+    asked = " ".join(words[:2]) if words[0] in GROUPS else words[0]
     if asked.startswith("-"):
         raise ConfigError(f"unknown flag {asked} before a command; see quire --help")
     raise ConfigError(f"unknown command {asked!r}; {nearest(asked, names, 'see quire --help')}")

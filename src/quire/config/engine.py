@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from quire.config.flags import flag, parse_human_int
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
-from quire.config.model_impl import TRANSFORMERS
 from quire.config.observability import ObservabilityConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.errors import ConfigError
 
@@ -98,38 +98,6 @@ class SchedulerConfig:
     )
     stream_interval: int = flag(1, "Emit a streamed update every so many tokens.", parse=int, minimum=1)
     scheduler_cls: str = flag("quire.engine.sched.scheduler:Scheduler", "Scheduler class, as package.module:Class.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Processes and workers: one process with one worker for now; the executor is a dotted name."""
-
-    distributed_executor_backend: str = flag(
-        "uni", "Executor: uni (the worker lives in the engine's process), or package.module:Class."
-    )
-    worker_cls: str = flag("quire.worker.worker:Worker", "Worker class, as package.module:Class.")
-    engine_host: str | None = flag(
-        None,
-        "Speak with the engine core over TCP, encrypted and authenticated, on this address; unset: by private sockets.",
-    )
-
-    @property
-    def executor_class(self) -> str:
-        """Dotted name of the executor."""
-        return EXECUTORS.get(self.distributed_executor_backend, self.distributed_executor_backend)
-
-    def core_names(self, model_impl: str) -> tuple[str, ...]:
-        """Returns the dotted names that an engine core will resolve, so that it can begin to import them early: the
-        executor, and the worker where the executor is Quire's own. `model_impl` is the code that runs the model."""
-        names = [self.executor_class]
-        if self.distributed_executor_backend in EXECUTORS:
-            names += [self.worker_cls] if model_impl == TRANSFORMERS else [LEAN_TORCH, self.worker_cls]
-        return tuple(names)
-
-
-LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
-"""Imported before torch, it leaves out what our workers do not use, but transformers does."""
-EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}
 
 
 @dataclass(frozen=True, kw_only=True)

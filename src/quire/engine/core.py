@@ -112,6 +112,7 @@ class EngineCore:
         )
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
+        events = config.observability_config.kv_events
         self.ready_response = EngineCoreReadyResponse(
             max_model_len=sizes.max_model_len,
             num_gpu_blocks=sizes.config.num_blocks,
@@ -119,7 +120,7 @@ class EngineCore:
             kv_cache_size_tokens=sizes.num_tokens,
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
-            kv_events=make_source(events, 0) if (events := config.observability_config.kv_events).is_enabled else None,
+            kv_events=make_source(events, config.parallel_config.engine_index) if events.is_enabled else None,
         )
         self.batch_queue_size = self.executor.max_concurrent_batches
         self.batch_queue: deque[_QueuedStep] = deque()

@@ -19,13 +19,13 @@ from typing import Any
 import zmq
 
 from quire.config.kv_events import FLAG, KVEventsConfig
-from quire.engine.kv_cache.block import BlockHash, ExtraKeys
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, StoredRun, describe_cached_blocks
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
 from quire.errors import ConfigError
 from quire.logger import init_logger
+from quire.wire.block_hash import BlockHash, ExtraKeys
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec

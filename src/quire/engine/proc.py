@@ -423,7 +423,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
         stamp("configuration")
         preload.join()
         gc.freeze()  # modules live as long as the process: collections need not visit them
-        signals.core = core = _make_core(metadata)
+        signals.core = core = _make_core(metadata, index)
         failpoint("core.ready")
         core.open(
             context,
@@ -445,13 +445,17 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
     return _serve(core)
 
 
-def _make_core(metadata: EngineHandshakeMetadata) -> EngineCoreProc:
+def _make_core(metadata: EngineHandshakeMetadata, engine_index: int) -> EngineCoreProc:
     page = None if metadata.heartbeat_path is None else HeartbeatPage.open(Path(metadata.heartbeat_path))
     if page is not None:
         page.incarnation = metadata.incarnation
     heartbeat = HeartbeatWriter(page)
     heartbeat.starting()
-    config = of_incarnation(decode_config(metadata.engine_config), metadata.incarnation)
+    config = decode_config(metadata.engine_config)
+    parallel = dataclasses.replace(config.parallel_config, engine_index=engine_index)
+    config = of_incarnation(dataclasses.replace(config, parallel_config=parallel), metadata.incarnation)
+    if config.parallel_config.data_parallel_size > 1:
+        set_process_title(f"EngineCore_DP{engine_index}")
     if metadata.without_drafts:
         config = dataclasses.replace(config, speculative_config=config.speculative_config.without_drafts())
     executor_class = resolve(config.parallel_config.executor_class)

@@ -303,6 +303,7 @@ def make_observers(
         publisher = KVEventPublisher(
             observability.kv_events,
             specs,
+            config.parallel_config.engine_index,
             first_sequence=heartbeat.event_sequence,
             note_sequence=heartbeat.note_event_sequence,
             uses_short_hashes=envs.KV_EVENTS_USE_INT_BLOCK_HASHES.get() != "0",
@@ -314,18 +315,21 @@ def make_observers(
 def of_incarnation(config: EngineConfig, incarnation: int) -> EngineConfig:
     """Returns the configuration of a core that was started `incarnation` times before.
 
-    It writes files of its own, FILE.1, FILE.2, ..., and leaves those of the cores before it as they are.
+    It writes files of its own, FILE.1, FILE.2, ..., and leaves those of the cores before it as they are. Engines beside
+    the first one write FILE.engine1, FILE.engine1.1, ...
     """
     observability = config.observability_config
-    if not incarnation or (observability.record is None and observability.trace_file is None):
+    engine_index = config.parallel_config.engine_index
+    suffix = (f".engine{engine_index}" if engine_index else "") + (f".{incarnation}" if incarnation else "")
+    if not suffix or (observability.record is None and observability.trace_file is None):
         return config
     observability = dataclasses.replace(
         observability,
-        record=_add_number(observability.record, incarnation),
-        trace_file=_add_number(observability.trace_file, incarnation),
+        record=_add_suffix(observability.record, suffix),
+        trace_file=_add_suffix(observability.trace_file, suffix),
     )
     return dataclasses.replace(config, observability_config=observability)
 
 
-def _add_number(path: str | None, number: int) -> str | None:
-    return None if path is None else f"{path}.{number}"
+def _add_suffix(path: str | None, suffix: str) -> str | None:
+    return None if path is None else f"{path}{suffix}"

@@ -68,8 +68,14 @@ class AsyncLLM:
             )
         self.engine_core, tokenizer = client, get_tokenizer()
         self.pipeline = RequestPipeline(
-            config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
+            config,
+            tokenizer,
+            self.engine_core.ready_response,
+            log_stats=self.log_stats,
+            stat_loggers=stat_loggers,
+            engines=self.engine_core.engine_responses,
         )
+        self.pipeline.input_processor.get_ranks = lambda: self.engine_core.engine_responses
         self._intake = RequestIntake(config, self.engine_core, self.pipeline)
         self.pipeline.stats.attach(self.engine_core, self._intake.admission.rejections)
         self.admission = self._intake.admission

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -65,6 +65,8 @@ class InputProcessor:
         self.adapters = AdapterDoor(LoRAConfig()) if adapters is None else adapters
         """Checks the adapters of requests."""
         self.max_model_len = max_model_len
+        self.get_ranks: Callable[[], Collection[int]] = lambda: (0,)
+        """Returns the engines that a request may name."""
         self._supported_tasks = tuple(supported_tasks)
         self._pooling = model_config.pooling
         self._vocab_size = model_config.hf_config.vocab_size
@@ -94,6 +96,8 @@ class InputProcessor:
         if not isinstance(new.request_id, str):
             raise TypeError(f"request_id must be a str, got {type(new.request_id).__name__}")
         PRIORITY.validate(new.priority)
+        if new.data_parallel_rank is not None:
+            self._validate_rank(new.data_parallel_rank)
         if new.resumable:
             validate_session_params(new.params)
         lora_request = None if new.lora_request is None else self.adapters.check(new.lora_request)
@@ -132,6 +136,15 @@ class InputProcessor:
             prompt_is_token_ids=prompt.is_token_ids,
         )
         return request, prompt.text if new.prompt_text is None else new.prompt_text
+
+    def _validate_rank(self, rank: int) -> None:
+        ranks = self.get_ranks()
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in ranks:
+            raise ValidationError(
+                f"data_parallel_rank must name an engine of this server ({', '.join(map(str, ranks))}), got {rank!r}",
+                param="data_parallel_rank",
+                value=rank,
+            )
 
     def read_prompt(self, prompt: Any, tokenization_kwargs: Mapping[str, Any]) -> ParsedPrompt:
         """Returns `prompt` with its token ids, cut if `tokenization_kwargs` say so.

@@ -58,8 +58,14 @@ class LLMEngine:
             client = make_client(config, log_stats=self.log_stats, meanwhile=get_tokenizer)
         self.engine_core, tokenizer = client, get_tokenizer()
         self.pipeline = RequestPipeline(
-            config, tokenizer, self.engine_core.ready_response, log_stats=self.log_stats, stat_loggers=stat_loggers
+            config,
+            tokenizer,
+            self.engine_core.ready_response,
+            log_stats=self.log_stats,
+            stat_loggers=stat_loggers,
+            engines=self.engine_core.engine_responses,
         )
+        self.pipeline.input_processor.get_ranks = lambda: self.engine_core.engine_responses
         self.pipeline.stats.attach(self.engine_core)
         self.tokenizer = tokenizer
         self.input_processor = self.pipeline.input_processor

@@ -11,7 +11,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from quire.config.engine import EngineConfig
@@ -47,7 +47,9 @@ class RequestPipeline:
         *,
         log_stats: bool,
         stat_loggers: Sequence[StatLogger] | None = None,
+        engines: Mapping[int, EngineCoreReadyResponse] | None = None,
     ) -> None:
+        """`engines` are the responses that `ready` joins; None: there is one engine."""
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(
             config.model_config, tokenizer, ready.max_model_len, ready.supported_tasks, make_door(config)
@@ -76,7 +78,13 @@ class RequestPipeline:
         )
         """For traces: times at which outputs of the core were processed; None if traces are off."""
         self.stats = FrontendStats(
-            config, ready, self.output_processor, ledger=self.ledger, log_stats=log_stats, stat_loggers=stat_loggers
+            config,
+            ready,
+            self.output_processor,
+            ledger=self.ledger,
+            log_stats=log_stats,
+            stat_loggers=stat_loggers,
+            engines=engines,
         )
         self.stat_loggers = self.stats.loggers
         self._startup: StartupReport | None = StartupReport(ready)

@@ -50,7 +50,8 @@ class MetricsAudit:
         self.num_checks = 0
         self._one_clock = one_clock
         self._before: dict[tuple[str, tuple[str, ...]], tuple[float, int]] = {}
-        self._num_blocks: float | None = None
+        self._num_blocks: dict[str, float] = {}
+        """Blocks of each engine that has reported any."""
 
     def check(self, snapshot: MetricsSnapshot) -> None:
         """Raises AssertionError that lists all broken laws."""
@@ -75,10 +76,16 @@ class MetricsAudit:
         assert not wrong, f"scrape {self.num_checks}, at rest: " + "; ".join(wrong)
 
     def _check_blocks(self, snapshot: MetricsSnapshot) -> list[str]:
-        num_blocks = snapshot.value("quire_kv_blocks")
-        if num_blocks and self._num_blocks is None:
-            self._num_blocks = num_blocks
-        return _differ("blocks", num_blocks, self._num_blocks or 0)
+        family = snapshot.find("quire_kv_blocks")
+        engine = family.label_names.index("engine") if "engine" in family.label_names else 0
+        now: dict[str, float] = {}
+        for series in family.series:
+            now[series.labels[engine]] = now.get(series.labels[engine], 0.0) + series.value
+        for name, num_blocks in now.items():
+            if num_blocks:
+                self._num_blocks.setdefault(name, num_blocks)
+        wrong = [_differ(f"blocks of engine {name}", now.get(name, 0), num) for name, num in self._num_blocks.items()]
+        return [message for messages in wrong for message in messages]
 
     def _check_growth(self, snapshot: MetricsSnapshot) -> list[str]:
         wrong = []

@@ -6,6 +6,8 @@ size whatever the core holds. It contains no token and no text.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -245,3 +247,48 @@ class EngineSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Running ones in order of admission, then waiting ones from the head of the queue; of many, the first."""
     num_left_out: int = 0
     """Requests that are not in the list."""
+
+
+def join_snapshots(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
+    """Returns one snapshot of several engines, at least one: the blocks of each follow those of the one before it.
+
+    Of the block maps every stride-th block is listed, with the largest stride of all. Times are those of the first.
+    """
+    first = snapshots[0]
+    if len(snapshots) == 1:
+        return first
+    stride = max(snapshot.blocks.stride for snapshot in snapshots)
+    references, is_cached, requests = bytearray(), bytearray(), list[RequestSnapshot]()
+    num_before = 0
+    for snapshot in snapshots:
+        blocks = snapshot.blocks
+        num_listed = -(-num_before // stride)
+        for listed, found in ((references, blocks.references), (is_cached, blocks.is_cached)):
+            listed += bytes(num_listed - len(listed)) + found[:: max(1, stride // blocks.stride)]
+        for request in snapshot.requests:
+            ids = array("I", request.block_ids)
+            requests.append(
+                msgspec.structs.replace(request, block_ids=array("I", [i + num_before for i in ids]).tobytes())
+            )
+        num_before += blocks.num_blocks
+    maps = [snapshot.blocks for snapshot in snapshots]
+    return EngineSnapshot(
+        first.timestamp,
+        first.time,
+        max(snapshot.pause_state for snapshot in snapshots),
+        sum(snapshot.num_running for snapshot in snapshots),
+        sum(snapshot.num_waiting for snapshot in snapshots),
+        sum(snapshot.max_num_seqs for snapshot in snapshots),
+        sum(snapshot.max_num_scheduled_tokens for snapshot in snapshots),
+        BlockMap(
+            num_before,
+            sum(blocks.num_free for blocks in maps),
+            sum(blocks.num_cached for blocks in maps),
+            num_before - maps[-1].num_blocks + maps[-1].num_touched,
+            stride,
+            bytes(references),
+            bytes(is_cached),
+        ),
+        sorted(requests, key=lambda request: request.place != "running"),
+        sum(snapshot.num_left_out for snapshot in snapshots),
+    )

@@ -7,7 +7,7 @@ and a restarted core is brought into the state of the one before it by it (`fron
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,10 @@ from quire.wire.engine_core import PauseMode
 from quire.wire.lora import AdapterInfo, RegisteredAdapter
 from quire.wire.stats import EngineSnapshot
 from quire.wire.trace import TraceWindow
+
+Joining = Literal["equal", "first", "all", "sum", "concatenation", "snapshot"]
+"""Rule by which the answers of several engines to one call become one: they must be equal; that of the first engine
+counts; True if all are; counts are added; lists are joined; snapshots become one."""
 
 
 class UtilitySpec(NamedTuple):
@@ -31,11 +35,13 @@ class UtilitySpec(NamedTuple):
     """A second call leads to the same state as one: it is made again if the core dies before it answers."""
     is_remembered: bool = False
     """A call changes the state that a restarted core is brought into."""
+    joining: Joining = "equal"
+    """Rule by which the answers of several engines become one."""
 
 
-def _get(method: str, result: Any, arguments: tuple[Any, ...] = ()) -> UtilitySpec:
+def _get(method: str, result: Any, arguments: tuple[Any, ...] = (), joining: Joining = "equal") -> UtilitySpec:
     """A verb that changes nothing."""
-    return UtilitySpec(method, arguments, result, is_repeatable=True)
+    return UtilitySpec(method, arguments, result, is_repeatable=True, joining=joining)
 
 
 def _set(method: str, arguments: tuple[Any, ...] = (), result: Any = None) -> UtilitySpec:
@@ -51,7 +57,9 @@ UTILITIES: dict[str, UtilitySpec] = {
     "wake_up": _set("lifecycle.wake_up", (list[str] | None,), bool),
     "is_sleeping": _get("lifecycle.is_sleeping", bool),
     "release_kv_cache_memory": _set("lifecycle.release_kv_cache_memory", (PauseMode,)),
-    "reset_prefix_cache": UtilitySpec("lifecycle.reset_prefix_cache", (bool, bool), bool, is_repeatable=True),
+    "reset_prefix_cache": UtilitySpec(
+        "lifecycle.reset_prefix_cache", (bool, bool), bool, is_repeatable=True, joining="all"
+    ),
     "update_weights": _set("lifecycle.update_weights", (str, str | None), str),
     "get_weight_version": _get("lifecycle.get_weight_version", str),
     "add_lora": _set("adapters.add_lora", (LoRARequest,), AdapterInfo),
@@ -61,14 +69,17 @@ UTILITIES: dict[str, UtilitySpec] = {
     "register_loras": UtilitySpec("adapters.register_loras", (list[RegisteredAdapter],), is_repeatable=True),
     "get_supported_tasks": _get("executor.get_supported_tasks", tuple[str, ...]),
     "collective_rpc": UtilitySpec(
-        "executor.collective_rpc", (str, float | None, tuple[Any, ...], dict[str, Any] | None), list[Any]
+        "executor.collective_rpc",
+        (str, float | None, tuple[Any, ...], dict[str, Any] | None),
+        list[Any],
+        joining="concatenation",
     ),
     "profile": UtilitySpec("executor.profile", (bool, str | None, int | None, int | None)),
     "execute_dummy_batch": UtilitySpec("executor.execute_dummy_batch"),
-    "get_dropped_messages": _get("get_dropped_messages", dict[str, int]),
+    "get_dropped_messages": _get("get_dropped_messages", dict[str, int], joining="sum"),
     "admit_clients": UtilitySpec("admit_clients", is_repeatable=True),
-    "get_trace": _get("get_trace", TraceWindow, (float,)),
-    "get_snapshot": _get("scheduler.make_snapshot", EngineSnapshot),
+    "get_trace": _get("get_trace", TraceWindow, (float,), joining="first"),
+    "get_snapshot": _get("scheduler.make_snapshot", EngineSnapshot, joining="snapshot"),
 }
 
 

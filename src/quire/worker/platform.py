@@ -24,11 +24,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
-def set_num_threads(root: Path = Path("/")) -> None:
-    """Limits torch's threads to the CPU quota of the container. OMP_NUM_THREADS, where set, wins."""
+def set_num_threads(root: Path = Path("/"), num_engines: int = 1) -> None:
+    """Limits torch's threads to the CPU quota of the container, divided among the engines of this machine.
+    OMP_NUM_THREADS, where set, wins: for each engine."""
+    present = torch.get_num_threads()
     quota = cpu_quota(root)
-    if "OMP_NUM_THREADS" not in os.environ and quota is not None and quota < torch.get_num_threads():
-        torch.set_num_threads(quota)
+    share = max(1, min(present, present if quota is None else quota) // num_engines)
+    if "OMP_NUM_THREADS" not in os.environ and share < present:
+        torch.set_num_threads(share)
 
 
 def release_free_memory(device: torch.device) -> None:

@@ -61,7 +61,7 @@ class Worker:
         self.dtype = platform.resolve_dtype(model, self.device)
         self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
         if self.device.type == "cpu":
-            platform.set_num_threads()
+            platform.set_num_threads(num_engines=self.config.parallel_config.num_local_engines)
         self.kernels = choose_kernels(self.device, self.dtype, torch.get_num_threads())
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
         names = self.kernels.name, self.backend.name
@@ -159,7 +159,7 @@ class Worker:
         if self._adapters is not None:  # the engine takes their memory out of what is returned
             useful += adapters_share(useful, self.config.lora_config)
         mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
-        free = max(0, host.available_cpu_memory() - mapped_bytes)
+        free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
         return host.cpu_kv_cache_bytes(free, useful)
 
     def _available_cuda_memory(self, utilization: float) -> int:

@@ -62,8 +62,8 @@ def test_a_config_file_fills_in_what_the_command_line_leaves_out(tmp_path: Path)
 
 def test_flags_of_vllm_are_taken_as_quire_serve_takes_them() -> None:
     assert EngineArgs.from_cli_args(parse("--enforce-eager", "--max-num-seqs", "2")).non_default["max_num_seqs"] == 2
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        EngineArgs.from_cli_args(parse("--tensor-parallel-size", "2"))
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size"):
+        EngineArgs.from_cli_args(parse("--prefill-context-parallel-size", "2"))
 
 
 @pytest.mark.parametrize("words", [["--max-num-seqs", "x"], ["--max-num-seqs", "0"], ["--dtype", "int3"], ["--nope"]])

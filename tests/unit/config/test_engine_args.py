@@ -49,8 +49,8 @@ def test_arguments_of_vllms_are_taken_as_serve_takes_them(kind: type[EngineArgs]
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("swap_space has no effect")
     assert kind(structured_outputs_config={"backend": "guidance"}).grammar_backend == "guidance"
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size=2 is not supported"):
-        kind("m", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"^prefill_context_parallel_size=2 is not supported"):
+        kind("m", prefill_context_parallel_size=2)
 
 
 def test_a_flag_that_is_given_wins_over_one_of_vllms() -> None:

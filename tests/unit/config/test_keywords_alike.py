@@ -31,6 +31,8 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     # vLLM's, at a value that asks for nothing, or without effect
     ("enforce_eager", True, {}),
     ("tensor_parallel_size", 1, {}),
+    ("tensor_parallel_size", "3", {"tensor_parallel_size": 3}),
+    ("prefill_context_parallel_size", 1, {}),
     ("trust_remote_code", True, {}),
     ("swap_space", 4, {}),
     ("enable_lora", False, {}),
@@ -56,7 +58,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("dtype", "int3", "is not one of auto, bfloat16"),
     ("hf_overrides", "a", "is not a JSON object"),
     ("task", "sing", "is not one of auto, generate"),
-    ("tensor_parallel_size", 2, "not supported: one process"),
+    ("tensor_parallel_size", 0, "below the minimum of 1"),
+    ("prefill_context_parallel_size", 2, "not supported: the tokens of a context"),
     ("enable_tower_connector_lora", True, "not supported: there are no multimodal models"),
     ("max_num_seq", 8, r"did you mean \W*max.num.seqs"),
     ("tensor_paralel_size", 2, r"did you mean \W*tensor.parallel.size"),

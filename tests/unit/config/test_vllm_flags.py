@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 @pytest.mark.parametrize(
     ("argv", "given"),
     [
-        (["m", "-tp", "1", "-O3", "--seed", "1"], {"seed": 1}),
+        (["m", "-pcp", "1", "-O3", "--seed", "1"], {"seed": 1}),
         (["m", "--cudagraph-capture-sizes", "1", "2", "4"], {}),
         (["m", "--served-model-name", "a", "b"], {"served_model_name": ["a", "b"]}),
         (["--served-model-name", "a", "m"], {"served_model_name": "a"}),
@@ -40,7 +40,7 @@ def test_our_own_flag_wins_over_one_that_is_read_as_it() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["m", "-tp", "2"], "--tensor-parallel-size 2 is not supported: one process"),
+        (["m", "-pcp", "2"], "--prefill-context-parallel-size 2 is not supported: the tokens of a context"),
         (["m", "--default-mm-loras", '{"audio": "x"}'], "is not supported: there are no multimodal models"),
         (["m", "--guided-decoding-backend", "magic"], "grammar backend 'magic' is not one of"),
         (["m", "--structured-outputs-config", "[]"], "is not a JSON object"),
@@ -56,22 +56,22 @@ def test_what_cannot_be_is_said(argv: list[str], message: str) -> None:
 
 def test_config_files_may_hold_them(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("tensor-parallel-size: 1\nserved-model-name: [a, b]\nmax-num-seqs: 3\n")
+    file.write_text("prefill-context-parallel-size: 1\nserved-model-name: [a, b]\nmax-num-seqs: 3\n")
     args = command_line().parse(["m", "--config", str(file)])
     assert (args["served_model_name"], args["max_num_seqs"]) == (["a", "b"], 3)
-    file.write_text("tensor-parallel-size: 4\n")
-    with pytest.raises(ConfigError, match="tensor-parallel-size 4 is not supported"):
+    file.write_text("prefill-context-parallel-size: 4\n")
+    with pytest.raises(ConfigError, match="prefill-context-parallel-size 4 is not supported"):
         command_line().parse(["m", "--config", str(file)])
 
 
 def test_help_knows_them() -> None:
-    assert "Refused: one process" in format_help(command_line(), "tensor-parallel-size")
-    assert "--tensor-parallel-size" not in format_help(command_line(), "all")
+    assert "Refused: the tokens of a context" in format_help(command_line(), "prefill-context-parallel-size")
+    assert "--prefill-context-parallel-size" not in format_help(command_line(), "all")
 
 
 def test_other_commands_do_not_take_them() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size"):
-        complete.command_line().parse(["--tensor-parallel-size", "1", "hello"])
+    with pytest.raises(ConfigError, match="--prefill-context-parallel-size"):
+        complete.command_line().parse(["--prefill-context-parallel-size", "1", "hello"])
 
 
 def test_a_model_may_have_several_names() -> None:

@@ -65,5 +65,8 @@ def test_a_core_that_is_started_again_has_files_of_its_own() -> None:
     assert of_incarnation(config, 0) is config
     again = of_incarnation(config, 2).observability_config
     assert (again.record, again.trace_file, again.trace_events) == ("rec.2", None, 7)
+    second = dataclasses.replace(config, parallel_config=dataclasses.replace(config.parallel_config, engine_index=1))
+    assert of_incarnation(second, 0).observability_config.record == "rec.engine1"
+    assert of_incarnation(second, 2).observability_config.record == "rec.engine1.2"
     plain = make_config()
     assert of_incarnation(plain, 3) is plain

@@ -78,8 +78,10 @@ def test_every_form_of_prompt_is_taken(tokenizer: Tokenizer) -> None:
 
 
 def test_what_passes_through(tokenizer: Tokenizer) -> None:
+    with_two_engines = processor(tokenizer)
+    with_two_engines.get_ranks = lambda: (0, 1)
     request = process(
-        processor(tokenizer),
+        with_two_engines,
         {"prompt": "a", "cache_salt": "s"},
         arrival_time=5.0,
         priority=-3,
@@ -89,6 +91,13 @@ def test_what_passes_through(tokenizer: Tokenizer) -> None:
     )
     assert (request.cache_salt, request.arrival_time, request.priority) == ("s", 5.0, -3)
     assert (request.data_parallel_rank, request.trace_headers, request.resumable) == (1, {"traceparent": "x"}, True)
+
+
+@pytest.mark.parametrize("rank", [1, -1, True, "0", 1.0])
+def test_an_engine_that_is_not_there_is_refused(tokenizer: Tokenizer, rank: Any) -> None:
+    with pytest.raises(ValidationError, match=r"must name an engine of this server \(0\), got") as error:
+        process(processor(tokenizer), "a", data_parallel_rank=rank)
+    assert error.value.param == "data_parallel_rank"
 
 
 def test_arrival_time_is_the_wall_clock_unless_given(tokenizer: Tokenizer) -> None:

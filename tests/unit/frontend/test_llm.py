@@ -364,7 +364,8 @@ def test_arguments_become_flags(model_dir: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported: one process"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 is not supported: the tokens"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "--nnodes 2 does not divide the 3 workers"),
         ({"default_mm_loras": {"audio": "x"}}, "default_mm_loras=.* is not supported"),
         ({"port": 8000}, "'port' is no argument of the engine: it is a flag of `quire serve`"),
         ({"quantization": "int3"}, "--quantization 'int3' is not one of int8, int4, compressed-tensors, gptq, awq"),

@@ -26,6 +26,19 @@ def test_threads_stay_within_the_quota_unless_told(
     assert threads[-1] == expected
 
 
+@pytest.mark.parametrize(("quota", "num_engines", "expected"), [(None, 2, 4), (6, 2, 3), (None, 3, 2), (2, 4, 1)])
+def test_engines_share_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int | None, num_engines: int, expected: int
+) -> None:
+    monkeypatch.setattr(platform, "cpu_quota", lambda root: quota)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    platform.set_num_threads(tmp_path, num_engines)
+    assert threads == [expected]
+
+
 @pytest.mark.parametrize(
     ("name", "has_cuda", "expected"), [("auto", False, "cpu"), ("auto", True, "cuda"), ("cpu", True, "cpu")]
 )

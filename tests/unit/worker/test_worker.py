@@ -178,6 +178,13 @@ def test_mapped_weights_are_not_free_memory(make_worker: Any, monkeypatch: pytes
     assert worker.determine_available_memory() == int(0.4 * GIB / 2)
 
 
+def test_engines_share_the_memory(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_cpu_memory", lambda: GIB)
+    worker = make_worker(max_num_seqs=100_000, max_num_batched_tokens=100_000, data_parallel_size=4)
+    worker.load_model()
+    assert worker.determine_available_memory() == int(0.4 * (GIB // 4))
+
+
 def test_a_cache_size_that_is_no_number(make_worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "much")
     worker = make_worker()

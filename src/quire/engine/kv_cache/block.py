@@ -13,14 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from quire.wire.block_hash import BlockHash, ExtraKeys
 from quire.wire.execution import BlockIds
 from quire.wire.stats import KVCacheEvictionEvent
-
-BlockHash = bytes
-"""Digest of one full block and, through its parent, of everything before it (see `hashing`)."""
-
-ExtraKeys = tuple[tuple[str | int | bytes, ...], ...]
-"""Everything besides token ids that decides a block's keys and values: tagged tuples such as ("lora", name, path)."""
 
 
 class IntegrityError(AssertionError):

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from quire.engine.kv_cache.block import (
     BlockContent,
-    BlockHash,
-    ExtraKeys,
     FreeKVCacheBlockQueue,
     IntegrityError,
     KVCacheBlock,
@@ -16,6 +14,7 @@ from quire.engine.kv_cache.block import (
 from quire.engine.kv_cache.changes import BlockChanges
 from quire.engine.kv_cache.hashing import PrefixQuery, block_extra_keys
 from quire.engine.request import Request
+from quire.wire.block_hash import BlockHash, ExtraKeys
 
 
 class CachedBlockMap:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.engine.kv_cache.block import BlockContent, BlockHash, ExtraKeys, KVCacheBlock
-from quire.engine.kv_cache.hashing import hash_block
+from quire.engine.kv_cache.block import BlockContent, KVCacheBlock
 from quire.engine.request import Request
+from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
 
 
 @dataclass(slots=True)

@@ -1,44 +1,19 @@
-"""The hash chain that names cached prefixes: equal in every process, on every host, in every run.
-
-hash(block i) = SHA-256(encode(hash(block i - 1), token ids, extra keys)), where `encode` is injective: two different
-inputs never become the same bytes. Only full blocks have a hash.
-"""
+"""The hashes of a request's blocks, and the proof that cached blocks hold its prefix. `wire/block_hash.py` has the
+hash chain."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 
-from quire.engine.kv_cache.block import BlockContent, BlockHash, ExtraKeys
+from quire.engine.kv_cache.block import BlockContent
 from quire.engine.request import BlockHasher, Request
+from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
 from quire.wire.engine_core import EngineCoreRequest
 
-NONE_HASH: BlockHash = sha256(b"quire: the parent of a first block").digest()
-"""The parent of a first block: a constant, so that hashes agree between processes without any seed."""
-
 HashFunction = Callable[[BlockHash | None, Sequence[int], ExtraKeys | None], BlockHash]
-
-_BLOCK_TAG = b"quire kv block 1\n"
-"""First bytes of what is hashed. Change it with the encoding."""
-
-
-def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> BlockHash:
-    """Returns the digest (32 bytes) of a full block after the block with digest `parent`; None: it is the first.
-
-    Token ids are encoded as 64-bit integers. Raises TypeError for an extra key that is no str, int, bytes, None or
-    tuple.
-    """
-    digest = sha256(_BLOCK_TAG)
-    digest.update(NONE_HASH if parent is None else parent)
-    digest.update(_token_struct(len(token_ids)).pack(len(token_ids), *token_ids))
-    if extra_keys:
-        digest.update(_encode(extra_keys))
-    return digest.digest()
 
 
 def block_extra_keys(request: Request, block_index: int, block_size: int) -> ExtraKeys | None:
@@ -97,30 +72,6 @@ def make_block_hasher(block_size: int, hash_function: HashFunction = hash_block)
         return new
 
     return hash_new_blocks
-
-
-@lru_cache(maxsize=8)
-def _token_struct(num_tokens: int) -> struct.Struct:
-    return struct.Struct(f"<Q{num_tokens}q")
-
-
-def _encode(value: Any) -> bytes:
-    """Returns a prefix-free encoding: a type letter, a length, the bytes."""
-    match value:
-        case None:
-            return b"n"
-        case tuple():
-            return b"t%d:" % len(value) + b"".join(map(_encode, value))
-        case str():
-            # lone surrogates can be sent in JSON and must neither fail nor coincide
-            body = value.encode("utf-8", "surrogatepass")
-            return b"s%d:" % len(body) + body
-        case bytes():
-            return b"b%d:" % len(value) + value
-        case int() if not isinstance(value, bool):
-            return b"i%d:" % value
-        case _:
-            raise TypeError(f"{value!r} in the extra keys of a block is no str, int, bytes, None or tuple")
 
 
 _UNPROVEN = object()

@@ -20,6 +20,11 @@ CLIENTS: dict[tuple[bool, bool], str] = {
     (True, False): "quire.frontend.client.inproc:AsyncInprocClient",
 }
 """(for asyncio, core in a process of its own) to the client."""
+BALANCING_CLIENTS = {
+    False: "quire.frontend.client.dp:DPLBAsyncMPClient",
+    True: "quire.frontend.client.dp:DPAsyncMPClient",
+}
+"""Client for asyncio of several engines, by whether another process chooses the engine, or has started them."""
 
 
 class _CoreClient(ABC):
@@ -27,6 +32,11 @@ class _CoreClient(ABC):
 
     ready_response: EngineCoreReadyResponse
     """Values the core discovered at start-up."""
+
+    @property
+    def engine_responses(self) -> Mapping[int, EngineCoreReadyResponse]:
+        """The same of each engine, by its index."""
+        return {self.ready_response.engine_index: self.ready_response}
 
     @property
     def engine_dead(self) -> bool:
@@ -37,6 +47,11 @@ class _CoreClient(ABC):
     def is_ready(self) -> bool:
         """True if the core would work on a request now; False while it is being started again."""
         return not self.engine_dead
+
+    @property
+    def num_engines_up(self) -> int:
+        """Number of engines that would work on a request now."""
+        return int(self.is_ready)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -149,7 +164,17 @@ def _make_client(
 ) -> Any:
     if multiprocess is None:
         multiprocess = addresses is not None or envs.ENABLE_MULTIPROCESSING.flag()
-    make = resolve(CLIENTS[for_asyncio, multiprocess])
+    num_engines = config.parallel_config.num_local_engines
+    if num_engines > 1 and not multiprocess:
+        raise ConfigError(
+            f"--data-parallel-size {num_engines}: several engines need processes of their own; unset "
+            f"{envs.ENABLE_MULTIPROCESSING.name}"
+        )
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 and for_asyncio:
+        make = resolve(BALANCING_CLIENTS[addresses is not None or parallel.is_external])
+    else:
+        make = resolve(CLIENTS[for_asyncio, multiprocess])
     if multiprocess:
         return make(config, log_stats=log_stats, client_addresses=addresses, meanwhile=meanwhile)
     if addresses is not None:

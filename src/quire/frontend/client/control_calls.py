@@ -21,6 +21,7 @@ A call that was sent to two cores that died is not sent a third time: it may be 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from enum import Enum
 from typing import Any, NamedTuple
@@ -59,6 +60,10 @@ class ControlState:
             calls.append(("register_loras", (list(self._adapters.values()),)))
         calls += [] if self._pause is None else [self._pause]
         return calls + self._sleep
+
+    def copy(self) -> ControlState:
+        """Returns an independent state that the same calls have led to."""
+        return copy.deepcopy(self)
 
     def note_success(self, method: str, args: tuple[Any, ...], result: Any) -> None:
         """Records a call that was carried out."""
@@ -136,6 +141,10 @@ class ControlCalls:
     def is_restored(self) -> bool:
         """True once the core is in the state of the one before it."""
         return not self._count(Purpose.RESTORE)
+
+    def inherit(self, other: ControlCalls) -> None:
+        """Takes over the state that the calls of another have led to: a new core is brought into it."""
+        self._state = other._state.copy()
 
     def _count(self, purpose: Purpose) -> int:
         return sum(call.purpose is purpose for call in self._pending.values())

@@ -121,6 +121,50 @@ class EngineLink:
             self._forget(entry)
         self._send_held()
 
+    # -- requests that move between the links of one client (`EngineSet`) ------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True if a request would be worked on now: a core is connected, and no suspect is being tried."""
+        return self.state is LinkState.UP and self._quarantine.is_empty
+
+    def has_request(self, request_id: str) -> bool:
+        """Returns True for a live request of this link."""
+        return self._journal.get(request_id) is not None
+
+    def get_entries(self) -> tuple[list[JournalEntry], list[JournalEntry]]:
+        """Returns the suspects, and all other live requests in the order in which they came."""
+        suspects = dict.fromkeys(self._quarantine.suspects)
+        others = [entry for entry in self._journal if entry.request_id not in suspects]
+        return [entry for request_id in suspects if (entry := self._journal.get(request_id))], others
+
+    def release(self, entries: list[JournalEntry]) -> None:
+        """Gives requests up for another link to adopt. The core aborts them, and no output of it counts any more."""
+        on_core = [entry.wire_id for entry in entries if entry.standing is not Standing.HELD]
+        if on_core and self.state is LinkState.UP:
+            self.messages.append(Message(EngineCoreRequestType.ABORT, on_core))
+        for entry in entries:
+            self._forget(entry)
+            entry.note_released()
+        self._send_held()
+
+    def adopt(self, entries: list[JournalEntry], *, are_suspects: bool = False) -> None:
+        """Takes over requests that another link has released. They go on at their next token."""
+        for entry in entries:
+            self._journal.insert(entry)
+        if are_suspects:
+            self._quarantine.accuse(entries)
+            self._send_held()
+        elif self.is_open:
+            for entry in entries:
+                self._send(entry)
+
+    def inherit_calls(self, other: EngineLink) -> None:
+        """Takes over the state that control calls have led to, from the link of another core of this client."""
+        self._calls.inherit(other._calls)
+
+    # -- control ----------------------------------------------------------------------------------------------------
+
     def call_utility(self, method: str, args: tuple[Any, ...]) -> int:
         """Calls a control verb. Returns the id its answer will have."""
         call_id = self._calls.begin(method, args)
@@ -182,6 +226,10 @@ class EngineLink:
         """Handles a message that could not be decoded: the number of the next message shows whether it came from this
         core."""
         self.counts["corrupt"] += 1
+        self.probe()
+
+    def probe(self) -> None:
+        """Asks the core for the number of its last message."""
         if self.state is LinkState.UP and (call_id := self._calls.begin_probe()) is not None:
             self._send_call(call_id)
 
@@ -190,7 +238,7 @@ class EngineLink:
         count."""
         if self.state is LinkState.GONE:
             return
-        if death.cause != "start":
+        if death.cause != "start" and not death.is_planned:
             self.counts["deaths"] += 1
         self._judge(death)
         self.state = LinkState.DOWN

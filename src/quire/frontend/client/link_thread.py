@@ -1,7 +1,8 @@
-"""The thread that owns a client's sockets and its `EngineLink`.
+"""The thread that owns a client's sockets and the links of its engines.
 
 No other thread touches either: other threads post commands. After every turn the thread sends, delivers and answers
-what the link has produced.
+what the links have produced. One pair of sockets serves all engines: what is sent is addressed by an engine's identity,
+what comes carries its index.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from quire.errors import EngineDeadError, QuireError, ServerError, make_error
 from quire.failpoints import failpoint
 from quire.frontend.client.control_calls import Answer
+from quire.frontend.client.engine_set import EngineSet, merge_ready
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.interrupts import Wakeup
@@ -32,6 +34,8 @@ logger = init_logger(__name__)
 
 MESSAGES_PER_TURN = 64
 """Messages of the core taken in before commands are looked at again."""
+MAX_WAIT_S = 10.0
+"""Longest wait of an attached client for further engines, once one is ready."""
 _LOOK_INTERVAL_MS = 250
 """Interval at which an attached client checks that its core is still connected."""
 
@@ -47,20 +51,21 @@ class OutputSink(Protocol):
 
 
 class LinkThread(threading.Thread):
-    """Runs one link. `post` and the futures are for any thread; everything else belongs to the thread itself.
+    """Runs the links. `post` and the futures are for any thread; everything else belongs to the thread itself.
 
-    `started` ends with the first core's ready response, or with the error that keeps it from coming.
+    `started` ends with the joint ready response of the first core of each engine, or with the error that keeps one from
+    coming.
     """
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineLink | EngineSet,
         input_socket: zmq.Socket[Any],
         output_socket: zmq.Socket[Any],
         sink: OutputSink,
     ) -> None:
         super().__init__(name="EngineCoreOutputQueueThread", daemon=True)
-        self.link = link
+        self.links = link if isinstance(link, EngineSet) else EngineSet([link])
         self.started: Future[EngineCoreReadyResponse] = Future()
         self._input = input_socket
         self._output = output_socket
@@ -70,7 +75,6 @@ class LinkThread(threading.Thread):
         self._commands: deque[Callable[[], None]] = deque()
         self._wakeup = Wakeup()
         self._is_stopping = False
-        self._identity = engine_identity(0)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._futures: dict[int, Future[Any]] = {}
@@ -78,6 +82,11 @@ class LinkThread(threading.Thread):
         """The request being added, as its caller has encoded it."""
         self._has_ended = False
         """The sink has been given the end of the engine."""
+
+    @property
+    def link(self) -> EngineLink:
+        """The link of the only engine."""
+        return self.links.link
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -89,17 +98,18 @@ class LinkThread(threading.Thread):
     def post_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Makes a control call on the thread. Returns a future of its result, as it comes off the wire."""
         future: Future[Any] = Future()
-        self.post(lambda: self._futures.__setitem__(self.link.call_utility(method, args), future))
+        self.post(lambda: self._futures.__setitem__(self.links.call_utility(method, args), future))
         return future
 
-    def was_connected(self, incarnation: int) -> bool:
-        """Returns True if the core of this number has sent its ready frame."""
-        ready = self.link.ready_response
+    def was_connected(self, incarnation: int, engine: int | None = None) -> bool:
+        """Returns True if the core of this number, of an engine or the only one, has sent its ready frame."""
+        link = self.link if engine is None else self.links.links.get(engine)
+        ready = None if link is None else link.ready_response
         return ready is not None and ready.incarnation == incarnation
 
     def begin_closing(self) -> None:
-        """Announces that the core is about to be asked to end: the ends of its requests are final."""
-        self.post(lambda: setattr(self.link, "is_closing", True))
+        """Announces that the cores are about to be asked to end: the ends of their requests are final."""
+        self.post(lambda: setattr(self.links, "is_closing", True))
 
     def stop(self) -> None:
         """Ends the thread, once it has taken in what the core has sent. From any thread, and from a finalizer."""
@@ -111,13 +121,16 @@ class LinkThread(threading.Thread):
     def add_request(self, request: EngineCoreRequest, frames: list[Frame]) -> None:
         """Adds a request. A command. `frames` are the request encoded, for the case that it goes out as it is."""
         self._encoded = request, frames
-        self.link.add_request(request)
+        self.links.add_request(request)
 
-    def fail(self, error: QuireError) -> None:
-        """Ends the link: there will be no core any more. A command."""
+    def fail(self, error: QuireError, engine: int | None = None) -> None:
+        """Ends the link of an engine, or of all: there will be no core of it any more. A command."""
         if not self.started.done():
             self.started.set_exception(error)
-        self.link.on_gone(str(error))
+        if engine is None:
+            self.links.close_all(str(error))
+        else:
+            self.links.on_gone(engine, str(error))
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -178,16 +191,20 @@ class LinkThread(threading.Thread):
     def _receive_ready(self) -> None:
         frames = self._input.recv_multipart()
         try:
-            if len(frames) != 2 or frames[0] != self._identity:
+            if len(frames) != 2:
                 raise WireError(f"a message of {len(frames)} frames where the core's ready frame was expected")
             ready = msgspec.msgpack.decode(frames[1], type=EngineCoreReadyResponse)
+            if frames[0] != engine_identity(ready.engine_index):
+                raise WireError(f"a ready frame of engine {ready.engine_index} from the identity {frames[0]!r}")
         except (WireError, msgspec.MsgspecError) as e:
             self._drop(e)
             return
         failpoint("client.resume")
-        self.link.on_ready(ready)
+        self.links.on_ready(ready.engine_index, ready)
         if not self.started.done():
-            self.started.set_result(ready)
+            responses = [link.ready_response for link in self.links.links.values()]
+            if None not in responses:
+                self.started.set_result(merge_ready(filter(None, responses)))
 
     def _receive_outputs(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -206,13 +223,13 @@ class LinkThread(threading.Thread):
             except WireError as e:
                 self._drop(e)
             else:
-                self.link.on_outputs(outputs)
+                self.links.on_outputs(outputs)
             self._flush()
 
     def _drop(self, error: Exception) -> None:
         """Drops an invalid message; it is logged if it is the first, second, fourth, eighth …"""
-        self.link.on_corrupt_message()
-        count = self.link.counts["corrupt"]
+        self.links.on_corrupt_message()
+        count = self.links.counts["corrupt"]
         if count & (count - 1) == 0:
             logger.error("a message was dropped, number %d: %s", count, error)
 
@@ -220,32 +237,33 @@ class LinkThread(threading.Thread):
         """Ignores ENGINE_CORE_DEAD: the supervisor knows more of it, and sooner."""
 
     def _flush(self) -> None:
-        """Sends, delivers and answers what the link has produced."""
-        link = self.link
-        if link.deliveries:
-            for outputs in link.deliveries:
+        """Sends, delivers and answers what the links have produced."""
+        links = self.links
+        links.settle()
+        if links.deliveries:
+            for outputs in links.deliveries:
                 self._sink.put_outputs(outputs)
-            link.deliveries.clear()
-        if link.messages:
+            links.deliveries.clear()
+        if links.messages:
             self._send_messages()
-        if link.answers:
-            answers, link.answers = link.answers, []
+        if links.answers:
+            answers, links.answers = links.answers, []
             for answer in answers:
                 self._resolve(answer)
-        if link.state is LinkState.GONE and not self._has_ended:
+        if links.is_gone and not self._has_ended:
             self._has_ended = True
-            self._sink.put_end(EngineDeadError(link.gone_reason))
+            self._sink.put_end(EngineDeadError(links.gone_reason))
             self.on_gone()
 
     def _send_messages(self) -> None:
-        messages, self.link.messages = self.link.messages, []
-        for message in messages:
+        messages, self.links.messages = self.links.messages, []
+        for engine, message in messages:
             if self._encoded is not None and message.payload is self._encoded[0]:
                 failpoint("client.add.journaled")
                 frames = self._encoded[1]
             else:
                 frames = self._encoder.encode(message.payload)
-            self._input.send_multipart([self._identity, message.type.value, *frames], copy=False)
+            self._input.send_multipart([engine_identity(engine), message.type.value, *frames], copy=False)
         self._encoded = None
 
     def _resolve(self, answer: Answer) -> None:
@@ -260,20 +278,24 @@ class LinkThread(threading.Thread):
         else:
             future.set_result(answer.output.result)
 
-    def report_death(self, death: CoreDeath) -> None:
-        """Reports the death of the core to the link. A command."""
-        self.link.on_death(death)
+    def report_death(self, death: CoreDeath, engine: int | None = None) -> None:
+        """Reports the death of a core, of an engine or the only one, to its link. A command."""
+        engine = next(iter(self.links.links)) if engine is None else engine
+        if len(self.links.links) > 1:
+            self._receive_outputs()  # tokens it has sent are not computed again elsewhere
+        self.links.on_death(engine, death)
 
 
 class AttachedLinkThread(LinkThread):
     """The thread of a client whose core another process supervises: it learns of a death from the connection only.
 
-    If no core is there for `patience_s`, none is expected any more.
+    If no core is there for `patience_s`, none is expected any more. With several engines a lost connection may be that
+    of any: then only the process that supervises them reports a death.
     """
 
     def __init__(
         self,
-        link: EngineLink,
+        link: EngineLink | EngineSet,
         input_socket: zmq.Socket[Any],
         output_socket: zmq.Socket[Any],
         sink: OutputSink,
@@ -281,6 +303,8 @@ class AttachedLinkThread(LinkThread):
     ) -> None:
         super().__init__(link, input_socket, output_socket, sink)
         self.patience_s = patience_s
+        self._ready_since: float | None = None
+        """Time since which one of several engines has been ready."""
         self._monitor = input_socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         self._connections: set[int] = set()
         self._down_since: float | None = None
@@ -298,12 +322,13 @@ class AttachedLinkThread(LinkThread):
             else:
                 self._connections.discard(event["value"])
                 any_lost = True
-        if any_lost and not self._connections:
+        if any_lost and not self._connections and len(self.links.links) == 1:
             self._lose_core("has disconnected")
 
     def _take_turn(self) -> int | None:
         self._follow_connections()
-        if self.link.state is not LinkState.DOWN:
+        self._begin_with_some()
+        if self.links.state is not LinkState.DOWN:
             self._down_since = None
             return _LOOK_INTERVAL_MS
         now = time.monotonic()
@@ -312,6 +337,16 @@ class AttachedLinkThread(LinkThread):
             self.fail(EngineDeadError(f"no engine core was there for {self.patience_s:g} s; restart the engine"))
             self._flush()
         return _LOOK_INTERVAL_MS
+
+    def _begin_with_some(self) -> None:
+        """Begins although an engine is not ready: this process may have been started while that one was restarted."""
+        if self.started.done() or self.links.state is LinkState.DOWN:
+            return
+        now = time.monotonic()
+        self._ready_since = self._ready_since or now
+        if now - self._ready_since > MAX_WAIT_S:
+            responses = [link.ready_response for link in self.links.links.values()]
+            self.started.set_result(merge_ready(filter(None, responses)))
 
     def _close(self) -> None:
         self._input.disable_monitor()
@@ -322,5 +357,5 @@ class AttachedLinkThread(LinkThread):
         self._lose_core("said that it is dead")
 
     def _lose_core(self, how: str) -> None:
-        if self.link.state is not LinkState.DOWN:
+        if len(self.links.links) == 1 and self.link.state is not LinkState.DOWN:
             self.report_death(CoreDeath("lost", how, None))

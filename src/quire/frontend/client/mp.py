@@ -1,18 +1,18 @@
-"""An engine core in a process of its own, as one client sees it: sockets, two threads, and their end.
+"""Engine cores in processes of their own, as one client sees them: sockets, threads, and their end.
 
-`MPClient` is the part that `SyncMPClient` and `AsyncMPClient` share. The client that starts the core has a supervisor,
-which keeps it alive; any number of others (`client_count`) may attach to the same core, each with its own sockets and
-its own journal.
+`MPClient` is the part that `SyncMPClient` and `AsyncMPClient` share. The client that starts the cores has a supervisor
+for each, which keeps it alive; with --data-parallel-size there are several (`EngineSet`). Any number of others
+(`client_count`) may attach to the same core, each with its own sockets and its own journal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import os
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -24,21 +24,23 @@ import zmq
 
 from quire import envs
 from quire.config.engine import EngineConfig
-from quire.config.server import encode_config
 from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationError
 from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
 from quire.frontend.client.control_calls import REMEMBERED_VERBS
+from quire.frontend.client.engine_set import EngineSet, merge_ready
+from quire.frontend.client.launcher import EngineLauncher, make_client_addresses
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
 from quire.frontend.client.mailbox import LoopMailbox, QueueSink
 from quire.frontend.client.shared_links import MemberLink
-from quire.frontend.supervision.launch import CoreLaunch
+from quire.frontend.routing.policy import ROUTING_POLICIES
+from quire.frontend.routing.router import Router
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
-from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
+from quire.wire.handshake import ClientAddresses
 from quire.wire.serial import Frame, MsgpackEncoder
-from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
+from quire.wire.sockets import SocketDirectory, make_zmq_socket
 from quire.wire.utility import convert_result
 
 T = TypeVar("T")
@@ -60,9 +62,23 @@ class BackgroundResources:
         self._is_closed = False
         self.directory: SocketDirectory | None = None
         self.context: zmq.Context[Any] = zmq.Context(io_threads=IO_THREADS)
-        self.door: CurveDoor | None = None
         self.link_thread: LinkThread | None = None
-        self.supervisor: CoreSupervisor | None = None
+        self.launcher: EngineLauncher | None = None
+        """None for a client that attached to a core."""
+        self.supervisors: dict[int, CoreSupervisor] = {}
+        """Supervisor of each engine that this client has started."""
+        self.former_restarts: Counter[str] = Counter()
+        """Restarts of engines that were removed."""
+
+    @property
+    def supervisor(self) -> CoreSupervisor | None:
+        """The supervisor of the only engine, or of the first one."""
+        return next(iter(self.supervisors.values()), None)
+
+    def stop_supervisors(self) -> None:
+        """Asks all cores to end. From any thread."""
+        for supervisor in list(self.supervisors.values()):
+            supervisor.stop()
 
     @property
     def is_foreign(self) -> bool:
@@ -89,9 +105,9 @@ class BackgroundResources:
         if self.link_thread is not None:
             self.link_thread.begin_closing()
         all_ended = True
-        if self.supervisor is not None:
-            self.supervisor.stop()
-            all_ended &= _join(self.supervisor, self.supervisor.end_timeout_s)
+        self.stop_supervisors()
+        for supervisor in list(self.supervisors.values()):
+            all_ended &= _join(supervisor, supervisor.end_timeout_s)
         if self.link_thread is not None:
             self.link_thread.stop()
             all_ended &= _join(self.link_thread, THREAD_END_S)
@@ -121,11 +137,11 @@ class MPClient(ABC):
         client_count: int = 1,
         directory: SocketDirectory | None = None,
         meanwhile: Callable[[], object] | None = None,
-        link: EngineLink | None = None,
+        engines: EngineSet | None = None,
     ) -> None:
         """`meanwhile` is called once while the core starts; what it raises ends the start. `directory` is where the
-        sockets of a new core are to be, this client's from now on; None for one of its own. `link` is our side of the
-        protocol with a new core; None for that of a client with requests."""
+        sockets of a new core are to be, this client's from now on; None for one of its own. `engines` is our side of
+        the protocol with new cores; None for that of a client with requests."""
         self.resources = BackgroundResources()
         self.resources.directory = directory
         self._encoder = MsgpackEncoder()
@@ -134,19 +150,21 @@ class MPClient(ABC):
         sink = self._make_sink()
         try:
             if client_addresses is None:
-                self._link_thread = self._launch(config, sink, log_stats, client_count, link)
+                self._link_thread = self._launch(config, sink, log_stats, client_count, engines)
             else:
-                self._link_thread = self._attach(client_addresses, sink)
+                self._link_thread = self._attach(config, client_addresses, sink)
             self.resources.link_thread = self._link_thread
             self._link_thread.start()
-            if self.resources.supervisor is not None:
-                self.resources.supervisor.start()
-                self.resources.supervisor.wait_spawned()
+            for supervisor in self.resources.supervisors.values():
+                supervisor.start()
+            for supervisor in self.resources.supervisors.values():
+                supervisor.wait_spawned()
+            if self.resources.supervisors:
                 stamp("core spawned")
             if meanwhile is not None:
                 meanwhile()
             self._wait_started()
-            self._pin_model_len(config)
+            self._pin_cores()
         except BaseException:
             self.resources.close()
             raise
@@ -162,81 +180,55 @@ class MPClient(ABC):
     # -- start ----------------------------------------------------------------------------------------------------
 
     def _launch(
-        self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int, link: EngineLink | None
+        self, config: EngineConfig, sink: OutputSink, log_stats: bool, client_count: int, engines: EngineSet | None
     ) -> LinkThread:
-        """Binds all sockets, and makes the supervisor that will start the core."""
-        host, context = config.parallel_config.engine_host, self.resources.context
-        if host is not None and client_count > 1:
-            raise ConfigError(f"--engine-host {host}: an engine core that is reached over TCP has one client")
-        directory = self.resources.directory = self.resources.directory or SocketDirectory()
-        ours, the_cores = CurveKeys.make_pair() if host is not None else (None, None)
-        if ours is not None:
-            self.resources.door = CurveDoor(context, [ours.peer_public])
-
-        def bind(name: str, socket_type: int) -> zmq.Socket[Any]:
-            address = f"tcp://{host}:0" if host is not None else directory.endpoint(name)
-            return make_zmq_socket(context, address, socket_type, bind=True, curve=ours)
-
-        input_socket, output_socket = bind("input-0", zmq.ROUTER), bind("output-0", zmq.PULL)
-        others = [make_client_addresses(directory, index) for index in range(1, client_count)]
-        addresses = EngineZmqAddresses(
-            [bound_address(input_socket), *(other.input_address for other in others)],
-            [bound_address(output_socket), *(other.output_address for other in others)],
+        """Binds all sockets, and makes the supervisors that will start the cores."""
+        resources = self.resources
+        directory = resources.directory = resources.directory or SocketDirectory()
+        resources.launcher = launcher = EngineLauncher(
+            config, resources.context, directory, log_stats=log_stats, client_count=client_count
         )
-        if link is None:
-            link = EngineLink(is_shared=client_count > 1, is_owner=True)
-        thread = LinkThread(link, input_socket, output_socket, sink)
-        launch = CoreLaunch(
-            addresses,
-            encode_config(config),
-            log_stats,
-            envs.ENGINE_READY_TIMEOUT_S.number(),
-            the_cores,
-            preload=config.parallel_config.core_names(config.model_config.implementation.name),
-        )
-        self.resources.supervisor = supervisor = CoreSupervisor(
-            launch,
-            config.lifecycle_config,
-            bind("handshake", zmq.ROUTER),
-            directory.path,
-            on_death=lambda death: thread.post(lambda: thread.report_death(death)),
-            on_gone=lambda error: thread.post(lambda: thread.fail(error)),
-            was_connected=thread.was_connected,
-            has_live_requests=lambda: thread.link.is_needed,
-        )
-        thread.on_gone = supervisor.stop
+        if engines is None:
+            engines = make_engine_set(config, lambda: EngineLink(is_shared=client_count > 1, is_owner=True))
+        thread = LinkThread(engines, launcher.input_socket, launcher.output_socket, sink)
+        for engine in engines.links:
+            resources.supervisors[engine] = launcher.make_supervisor(engine, thread)
+        thread.on_gone = resources.stop_supervisors
         return thread
 
-    def _attach(self, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
-        """Binds the sockets that the core has orders to connect to."""
+    def _attach(self, config: EngineConfig, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
+        """Binds the sockets that the cores have orders to connect to."""
         context = self.resources.context
         input_socket = make_zmq_socket(context, addresses.input_address, zmq.ROUTER, bind=True)
         output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
         index = addresses.client_index
         if addresses.is_judged:  # its owner reports the end of the core; until then others' suspects may be tried
-            return AttachedLinkThread(MemberLink(index), input_socket, output_socket, sink, math.inf)
-        link = EngineLink(index, is_shared=True)
-        return AttachedLinkThread(link, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
+            engines = make_engine_set(config, lambda: MemberLink(index))
+            return AttachedLinkThread(engines, input_socket, output_socket, sink, math.inf)
+        engines = make_engine_set(config, lambda: EngineLink(index, is_shared=True))
+        return AttachedLinkThread(engines, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
 
     def _wait_started(self) -> None:
-        """Waits until the core is ready. Raises what keeps it from that.
+        """Waits until the cores are ready. Raises what keeps one from that.
 
-        The supervisor enforces the start-up timeout; a second timer here could fire first when the machine is
+        The supervisors enforce the start-up timeout; a second timer here could fire first when the machine is
         suspended.
         """
-        started, watcher = self._link_thread.started, self.resources.supervisor or self._link_thread
-        while watcher.is_alive() and not started.done():
+        started = self._link_thread.started
+        watchers: list[threading.Thread] = [*self.resources.supervisors.values()] or [self._link_thread]
+        while all(watcher.is_alive() for watcher in watchers) and not started.done():
             wait([started], LOOK_INTERVAL_S)
         if not started.done() and not wait([started], THREAD_END_S).done:
-            raise EngineDeadError(f"the thread {watcher.name} has ended, and no engine core is ready")
+            names = ", ".join(watcher.name for watcher in watchers if not watcher.is_alive())
+            raise EngineDeadError(f"the thread {names} has ended, and no engine core is ready")
         started.result()
 
-    def _pin_model_len(self, config: EngineConfig) -> None:
-        """Makes a restarted core fit the context to no less than this one has: live requests were promised it."""
-        model, model_len = config.model_config, self.ready_response.max_model_len
-        if self.resources.supervisor is not None and model_len != model.model_len:
-            pinned = dataclasses.replace(config, model_config=dataclasses.replace(model, max_model_len=model_len))
-            self.resources.supervisor.set_engine_config(encode_config(pinned))
+    def _pin_cores(self) -> None:
+        """Makes the later cores of each engine serve what its first one does."""
+        launcher = self.resources.launcher
+        for engine, supervisor in self.resources.supervisors.items():
+            if launcher is not None:
+                launcher.pin(supervisor, self.ready_response.max_model_len, self.engine_responses[engine])
 
     def get_client_addresses(self, client_index: int) -> ClientAddresses:
         """Returns the addresses with which client `client_index` (from 1) attaches to this core, made for
@@ -250,20 +242,29 @@ class MPClient(ABC):
 
     @property
     def ready_response(self) -> EngineCoreReadyResponse:
-        """Values that the core which was connected last discovered at its start-up."""
-        ready = self._link_thread.link.ready_response
-        assert ready is not None  # the constructor has waited for it
-        return ready
+        """Values that the cores which were connected last discovered at their start-up, joined."""
+        return merge_ready(self.engine_responses.values())
+
+    @property
+    def engine_responses(self) -> dict[int, EngineCoreReadyResponse]:
+        """The same of each engine that has been ready."""
+        links = self._link_thread.links.links
+        return {i: link.ready_response for i, link in links.items() if link.ready_response is not None}
 
     @property
     def is_ready(self) -> bool:
-        """True if a core is connected."""
-        return self._link_thread.link.state is LinkState.UP and not self.resources.is_closed
+        """True if a core of any engine is connected."""
+        return self._link_thread.links.state is LinkState.UP and not self.resources.is_closed
+
+    @property
+    def num_engines_up(self) -> int:
+        """Number of engines with a connected core."""
+        return sum(link.state is LinkState.UP for link in self._link_thread.links.links.values())
 
     @property
     def engine_dead(self) -> bool:
         """True if no core is there any more, and none will be."""
-        return self._link_thread.link.state is LinkState.GONE or self.resources.is_closed
+        return self._link_thread.links.is_gone or self.resources.is_closed
 
     @property
     def core_pid(self) -> int | None:
@@ -274,22 +275,25 @@ class MPClient(ABC):
     @property
     def num_live_requests(self) -> int:
         """Requests in the journal: not ended, not aborted."""
-        return self._link_thread.link.num_live_requests
+        return self._link_thread.links.num_live_requests
 
     @property
     def counts(self) -> Counter[str]:
         """Events so far, as `EngineLink.counts` has them: deaths, resumed requests, dropped messages."""
-        return self._link_thread.link.counts.copy()
+        return self._link_thread.links.counts
 
     @property
     def restarts(self) -> Mapping[str, int]:
         """Restarts of the core by cause of the death before; empty for a client that attached to one."""
-        return {} if self.resources.supervisor is None else self.resources.supervisor.restarts
+        restarts: Counter[str] = self.resources.former_restarts.copy()
+        for supervisor in list(self.resources.supervisors.values()):
+            restarts.update(supervisor.restarts)
+        return restarts
 
     def expect_shutdown(self) -> None:
         """Announces that `shutdown` follows once the live requests have ended."""
-        if self.resources.supervisor is not None:
-            self.resources.supervisor.expect_stop()
+        for supervisor in list(self.resources.supervisors.values()):
+            supervisor.expect_stop()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Sends a request. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
@@ -299,12 +303,12 @@ class MPClient(ABC):
         thread.post(lambda: thread.add_request(request, frames))
 
     @property
-    def link(self) -> EngineLink:
+    def engines(self) -> EngineSet:
         """Our side of the protocol. It belongs to a thread: `ask_link`."""
-        return self._link_thread.link
+        return self._link_thread.links
 
     def ask_link(self, command: Callable[[], T]) -> Future[T]:
-        """Makes the thread that owns the link call `command`, which must not raise. Returns a future of its result."""
+        """Makes the thread that owns the links call `command`, which must not raise. Returns a future of its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -314,16 +318,17 @@ class MPClient(ABC):
         self._link_thread.post(run)
         return future
 
-    def note_gone(self, reason: str) -> None:
-        """Handles the supervising process's report that there will be no core any more. From any thread."""
+    def note_gone(self, reason: str, engine: int | None = None) -> None:
+        """Handles the supervising process's report that there will be no core of an engine, or of any, any more. From
+        any thread."""
         thread = self._link_thread
-        thread.post(lambda: thread.fail(EngineDeadError(reason)))
+        thread.post(lambda: thread.fail(EngineDeadError(reason), engine))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Aborts requests. Does nothing if there is no engine any more."""
         if request_ids and not self.engine_dead and not self.resources.is_foreign:
-            link = self._link_thread.link
-            self._link_thread.post(lambda: link.abort_requests(request_ids))
+            links = self._link_thread.links
+            self._link_thread.post(lambda: links.abort_requests(request_ids))
 
     def begin_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Calls a control verb. Returns its result, as it comes off the wire. Raises EngineDeadError; ValidationError
@@ -351,7 +356,17 @@ class MPClient(ABC):
         if self.resources.is_foreign:
             raise ServerError("this engine belongs to the process that made it, not to a fork of it; make one here")
         if self.engine_dead:
-            raise EngineDeadError(self._link_thread.link.gone_reason or "the engine has been shut down")
+            raise EngineDeadError(self._link_thread.links.gone_reason or "the engine has been shut down")
+
+
+def make_engine_set(config: EngineConfig, make_link: Callable[[], EngineLink]) -> EngineSet:
+    """Returns the set of the engines that a configuration asks for."""
+    parallel = config.parallel_config
+    router = Router(ROUTING_POLICIES[parallel.routing_policy]())
+    links = [make_link() for _ in range(parallel.num_local_engines)]
+    return EngineSet(
+        links, router=router, reroute=parallel.reroute, clock=time.monotonic, first_engine=parallel.first_engine
+    )
 
 
 class SyncMPClient(MPClient, EngineCoreClient):  # type: ignore[override]  # ready_response is read-only
@@ -400,14 +415,3 @@ class AsyncMPClient(MPClient, AsyncEngineCoreClient):  # type: ignore[override] 
         if self.control_relay is not None and method in REMEMBERED_VERBS:
             return convert_result(method, await self.control_relay(method, args))
         return convert_result(method, await asyncio.wrap_future(self.begin_call(method, args)))
-
-
-def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:
-    """Returns the addresses of client `client_index` of the core in this directory. Raises ConfigError for too long a
-    path."""
-    return ClientAddresses(
-        client_index,
-        directory.endpoint(f"input-{client_index}"),
-        directory.endpoint(f"output-{client_index}"),
-        is_judged,
-    )

@@ -55,6 +55,8 @@ class OwnerLink(EngineLink):
     def __init__(self, are_others_busy: Callable[[], bool]) -> None:
         super().__init__()
         self.on_report: Callable[[DeathReport], None] | None = None
+        self.on_end: Callable[[str], None] | None = None
+        """Called, on the link's thread, with the reason why there will be no core any more."""
         self._are_others_busy = are_others_busy
         self._num_open_reports = 0
         self._has_admitted = False
@@ -92,6 +94,8 @@ class OwnerLink(EngineLink):
     def on_gone(self, reason: str) -> None:
         super().on_gone(reason)
         self._drop_outputs()
+        if self.on_end is not None:
+            self.on_end(reason)
 
     def _judge(self, death: CoreDeath) -> Verdict | None:
         self._has_admitted = False

@@ -32,7 +32,13 @@ class CrashAttribution:
         owner: OwnerLink,
         post: Callable[[Callable[[], None]], object],
         ask_all: Callable[..., Awaitable[Mapping[int, Any]]],
+        *,
+        engine: int = 0,
+        on_gone: Callable[[str, int], object] = lambda reason, engine: None,
     ) -> None:
+        """`on_gone` is called with the reason why there will be no core of this engine any more."""
+        self._engine = engine
+        self._on_gone = on_gone
         self._owner = owner
         self._post = post
         self._ask_all = ask_all
@@ -46,12 +52,17 @@ class CrashAttribution:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and the processes with it
                 loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
+        def note_end(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._on_gone, reason, self._engine)
+
+        self._owner.on_end = note_end
         self._owner.on_report = note
         try:
             while True:
                 await self._attribute(await self._reports.get())
         finally:
-            self._owner.on_report = None
+            self._owner.on_report = self._owner.on_end = None
 
     async def _attribute(self, report: DeathReport) -> None:
         suspects: list[Suspect] = []
@@ -64,8 +75,8 @@ class CrashAttribution:
 
     async def _collect(self, report: DeathReport) -> list[Suspect]:
         if report.verdict is not None:  # carried out before the request can be sent again
-            await self._ask_all("convict", *report.verdict)
-        answers = await self._ask_all("core_died", report.incarnation, *report.death)
+            await self._ask_all("convict", self._engine, *report.verdict)
+        answers = await self._ask_all("core_died", self._engine, report.incarnation, *report.death)
         if not any(answers.values()):
             return []
         return await asyncio.to_thread(_decode, answers)

@@ -41,7 +41,12 @@ class EngineWatch:
     def __init__(self, config: EngineConfig, client: AsyncEngineCoreClient, *, log_stats: bool) -> None:
         self._client = client
         self.stats = FrontendStats(
-            config, client.ready_response, _NoRequests(), ledger=RequestLedger(), log_stats=log_stats
+            config,
+            client.ready_response,
+            _NoRequests(),
+            ledger=RequestLedger(),
+            log_stats=log_stats,
+            engines=client.engine_responses,
         )
         self.stats.attach(client)
 

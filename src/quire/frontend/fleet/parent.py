@@ -24,7 +24,9 @@ from quire.config.engine import EngineConfig
 from quire.config.server import ServerConfig, encode_config
 from quire.errors import ConfigError, NotFoundError, QuireError, ServerError, make_error
 from quire.frontend.adapters import AdapterTable, ServedAdapter, answer_peer, load_modules, make_door
-from quire.frontend.client.mp import AsyncMPClient, make_client_addresses
+from quire.frontend.client.engine_set import EngineSet
+from quire.frontend.client.launcher import make_client_addresses
+from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import OwnerLink
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.crash_attribution import CrashAttribution
@@ -149,7 +151,8 @@ class ApiProcesses:
         """Processes that have never served yet."""
         self._stopping = asyncio.Event()
         self._is_hurried = False
-        self._core_gone = ""
+        self._cores_gone: dict[int | None, str] = {}
+        """Engines that are gone for good, and why; None: all."""
         self.are_ready = asyncio.Event()
         self.call_core: Callable[..., Any] | None = None
         """Calls a control verb that changes the core."""
@@ -192,11 +195,12 @@ class ApiProcesses:
             else:  # a signal could be its second: one sent to the process group has reached it, too
                 link.notify("stop", self._is_hurried)
 
-    def note_core_gone(self, reason: str) -> None:
-        """Reports that the core is gone for good. The processes answer requests with an error from now on."""
-        self._core_gone = reason
+    def note_core_gone(self, reason: str, engine: int | None = None) -> None:
+        """Reports that the core of an engine is gone for good, or all are: then the processes answer requests with an
+        error from now on."""
+        self._cores_gone[engine] = reason
         for link in self._links.values():
-            link.notify("core_gone", reason)
+            link.notify("core_gone", reason, engine)
 
     # -- one process ----------------------------------------------------------------------------------------------
 
@@ -313,8 +317,8 @@ class ApiProcesses:
         link = self._links[index] = self._connections[index]
         if self.metrics is not None:
             self.metrics.join(index, link)
-        if self._core_gone:
-            link.notify("core_gone", self._core_gone)
+        for engine, reason in self._cores_gone.items():
+            link.notify("core_gone", reason, engine)
         if self._stopping.is_set():
             link.notify("stop", self._is_hurried)
 
@@ -362,7 +366,8 @@ def serve_with_processes(
         )
 
     processes = ApiProcesses(count, make_launch, counts.clear)
-    owner = OwnerLink(counts.are_others_busy)
+    first = config.parallel_config.first_engine
+    owners = [OwnerLink(counts.are_others_busy) for _ in range(config.parallel_config.num_local_engines)]
     log_stats = not config.observability_config.disable_log_stats
     try:
         with WaitingRoom(listeners.sockets, listeners.tls, server.root_path or "", config.model_config.names[0]):
@@ -372,7 +377,7 @@ def serve_with_processes(
                 client_count=count + 1,
                 directory=directory,
                 meanwhile=processes.start,
-                link=owner,
+                engines=EngineSet(owners, reroute="never", first_engine=first),
             )
         processes.call_core = client.call_utility_async
         names = config.model_config.names
@@ -380,7 +385,12 @@ def serve_with_processes(
         core = _SharedCore(
             client,
             EngineWatch(config, client, log_stats=log_stats),
-            CrashAttribution(owner, client.ask_link, processes.ask_all),
+            [
+                CrashAttribution(
+                    owner, client.ask_link, processes.ask_all, engine=engine, on_gone=processes.note_core_gone
+                )
+                for engine, owner in enumerate(owners, start=first)
+            ],
         )
         drain_s = server.drain_accept_s + config.lifecycle_config.shutdown_timeout
         asyncio.run(_run(processes, core, drain_s, on_ready, server.lora_modules))
@@ -397,7 +407,8 @@ class _SharedCore(NamedTuple):
 
     client: AsyncMPClient
     watch: EngineWatch
-    attribution: CrashAttribution
+    attributions: list[CrashAttribution]
+    """One per engine."""
 
 
 async def _run(
@@ -411,7 +422,7 @@ async def _run(
             asyncio.create_task(_report_ready(processes, on_ready)),
             asyncio.create_task(_stop_when_asked(processes, core.client, stop, drain_s)),
             asyncio.create_task(_watch_core(processes, core.watch)),
-            asyncio.create_task(core.attribution.run()),
+            *(asyncio.create_task(attribution.run()) for attribution in core.attributions),
             asyncio.create_task(log_stats_regularly(stats.loggers)),
         ]
         if stats.metrics is not None:

@@ -26,7 +26,7 @@ from quire.frontend.adapters import AdapterRegistry, RemoteTable
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.link import Verdict
 from quire.frontend.client.mp import AsyncMPClient
-from quire.frontend.client.shared_links import MemberLink
+from quire.frontend.client.shared_links import MemberLink, Suspect
 from quire.frontend.fleet.counts import FleetCounts
 from quire.frontend.fleet.crash_attribution import EncodedSuspect, encode_suspects
 from quire.frontend.fleet.metrics import encode_report, gather_from_parent
@@ -89,24 +89,37 @@ class PeerServices:
         self._state.engine.pipeline.stats.note_load(msgspec.convert(load, Load))
         return encode_report(self._state.metrics.take())
 
-    async def _note_core_gone(self, reason: str) -> None:
-        self._client.note_gone(reason)
+    async def _note_core_gone(self, reason: str, engine: int | None = None) -> None:
+        self._client.note_gone(reason, engine)
 
     async def _report_death(
-        self, incarnation: int, cause: DeathCause, description: str, request_ids: list[str] | None, was_asked: bool
+        self,
+        engine: int,
+        incarnation: int,
+        cause: DeathCause,
+        description: str,
+        request_ids: list[str] | None,
+        was_asked: bool,
+        is_planned: bool = False,
     ) -> list[EncodedSuspect]:
-        death = CoreDeath(cause, description, None if request_ids is None else tuple(request_ids), was_asked)
-        link = self._link
-        suspects = await asyncio.wrap_future(self._client.ask_link(lambda: link.report_death(incarnation, death)))
+        ids = None if request_ids is None else tuple(request_ids)
+        death = CoreDeath(cause, description, ids, was_asked, is_planned)
+        engines, link = self._client.engines, self._link(engine)
+
+        def take_in() -> list[Suspect]:
+            suspects = link.report_death(incarnation, death)
+            engines.follow_death(engine, death)
+            return suspects
+
+        suspects = await asyncio.wrap_future(self._client.ask_link(take_in))
         return await asyncio.to_thread(encode_suspects, suspects) if suspects else []
 
-    async def _convict(self, request_id: str, message: str) -> None:
-        link, verdict = self._link, Verdict(request_id, message)
+    async def _convict(self, engine: int, request_id: str, message: str) -> None:
+        link, verdict = self._link(engine), Verdict(request_id, message)
         await asyncio.wrap_future(self._client.ask_link(lambda: link.convict(verdict)))
 
-    @property
-    def _link(self) -> MemberLink:
-        link = self._client.link
+    def _link(self, engine: int) -> MemberLink:
+        link = self._client.engines.links[engine]
         assert isinstance(link, MemberLink)  # made with addresses of a member
         return link
 

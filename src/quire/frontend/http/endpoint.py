@@ -36,7 +36,10 @@ from quire.logger import init_logger
 logger = init_logger("quire.access")
 
 PROBES = frozenset(
-    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version", "/server_info"}
+    {
+        *("/health", "/health/live", "/health/ready", "/health/engines", "/ping"),
+        *("/metrics", "/load", "/version", "/server_info"),
+    }
 )
 """Paths that are not counted as HTTP requests: probes call them every few seconds."""
 

@@ -28,7 +28,7 @@ TAGS: Mapping[str, tuple[str, ...]] = {
     "Embeddings, classes and scores": ("pooling",),
     "Tokens and prompts": ("tokens", "render"),
     "The server": ("server", "pages"),
-    "Administration": ("admin", "adapters"),
+    "Administration": ("admin", "adapters", "engines"),
 }
 """Groups of files of `routes/`. Routes from other places are under OTHER_TAG."""
 OTHER_TAG = "Further routes"

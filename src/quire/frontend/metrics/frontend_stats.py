@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -67,6 +68,10 @@ class CoreHistory(Protocol):
     def is_ready(self) -> bool:
         """Returns whether a request would be worked on now."""
 
+    @property
+    def num_engines_up(self) -> int:
+        """Returns the number of engines that would."""
+
 
 class FrontendStats:
     """Statistics of one frontend. Belongs to the thread that processes outputs. With `log_stats` off only the ledger is
@@ -85,27 +90,32 @@ class FrontendStats:
         log_stats: bool,
         stat_loggers: Sequence[StatLogger] | None = None,
         wall_clock: Callable[[], float] = time.time,
+        engines: Mapping[int, EngineCoreReadyResponse] | None = None,
     ) -> None:
+        """`engines` are the responses that `ready` joins; None: there is one."""
         self.log_stats = log_stats
         self.ledger = ledger
         self._requests = requests
         self._wall_clock = wall_clock
         self._last_step_time = 0.0
         self._own_counts: dict[str, int] = {NO_DRAFTS: 0} if config.speculative_config.drafting is not None else {}
-        self._scheduler_stats = SchedulerStats()
-        self._steps: list[tuple[float, SchedulerStats]] = []
-        """Steps that `_saturation` has not received, with their times on the core's clock."""
+        self._scheduler_stats: dict[int, SchedulerStats] = {}
+        """The last statistics of each engine."""
+        self._steps: list[tuple[int, float, SchedulerStats]] = []
+        """Steps that `_saturation` has not received: engine, time on the core's clock, statistics."""
         self._reported_load: Load | None = None
         self._core: CoreHistory | None = None
         self._rejections: Mapping[str, int] = {}
         self._adapters = AdapterLabels(config.lora_config.max_loras or 0)
         scheduler = config.scheduler_config
-        self._saturation = SaturationMeter(
-            EngineLimits(
-                max_num_seqs=scheduler.max_num_seqs or 1,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens or 1,
-                max_num_queued_tokens=scheduler.max_num_queued_tokens,
-            )
+        limits = EngineLimits(
+            max_num_seqs=scheduler.max_num_seqs or 1,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens or 1,
+            max_num_queued_tokens=scheduler.max_num_queued_tokens,
+        )
+        engines = {ready.engine_index: ready} if engines is None else engines
+        self._saturation = defaultdict(
+            lambda: SaturationMeter(limits), {engine: SaturationMeter(limits) for engine in engines}
         )
         self.metrics: PrometheusStatLogger | None = None
         """The exporter; None where statistics are off or go elsewhere."""
@@ -114,7 +124,7 @@ class FrontendStats:
             names = (config.observability_config.stat_loggers or "").split(",")
             custom = [load_stat_logger(name.strip(), config) for name in names if name.strip()]
             if stat_loggers is None:
-                self.metrics = PrometheusStatLogger(make_setup(config, ready), self.get_facts, wall_clock)
+                self.metrics = PrometheusStatLogger(make_setup(config, ready, engines), self.get_facts, wall_clock)
                 stat_loggers = [LoggingStatLogger(), self.metrics]
             loggers = [*stat_loggers, *custom]
         self.loggers = StatLoggerManager(loggers, wall_clock)
@@ -146,8 +156,8 @@ class FrontendStats:
         if is_last:
             self._last_step_time = self._wall_clock()
         if step is not None:
-            self._scheduler_stats = step
-            self._steps.append((outputs.timestamp, step))
+            self._scheduler_stats[outputs.engine_index] = step
+            self._steps.append((outputs.engine_index, outputs.timestamp, step))
             if step.spec_decoding_stats is not None:
                 self._own_counts[NO_DRAFTS] = int(not step.spec_decoding_stats.is_enabled)
             if len(self._steps) >= MAX_STEPS_KEPT:
@@ -158,8 +168,8 @@ class FrontendStats:
             self.loggers.record(step, batch, outputs.engine_index)
 
     def _feed_saturation(self) -> None:
-        for timestamp, stats in self._steps:
-            self._saturation.add_step(
+        for engine, timestamp, stats in self._steps:
+            self._saturation[engine].add_step(
                 timestamp,
                 num_outputs=stats.num_decoded_reqs,
                 num_prompt_tokens=max(0, stats.num_scheduled_tokens - stats.num_decoded_reqs),
@@ -171,7 +181,8 @@ class FrontendStats:
 
     def _read_saturation(self, num_queued_tokens: int = 0) -> Saturation:
         self._feed_saturation()
-        return self._saturation.read(time.monotonic(), num_queued_tokens)
+        now = time.monotonic()
+        return Saturation.mean([meter.read(now, num_queued_tokens) for meter in self._saturation.values()])
 
     def note_load(self, load: Load) -> None:
         """Stores the load that another process, which receives the statistics of the core, has reported."""
@@ -181,11 +192,11 @@ class FrontendStats:
         """Returns the load at the last step; where another process receives the steps, as of its last report."""
         if self._reported_load is not None:
             return self._reported_load
-        stats = self._scheduler_stats
+        all_stats = list(self._scheduler_stats.values()) or [SchedulerStats()]
         return Load(
-            kv_cache_usage=stats.kv_cache_usage,
-            num_running=stats.num_running_reqs,
-            num_waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in all_stats) / len(all_stats),
+            num_running=sum(stats.num_running_reqs for stats in all_stats),
+            num_waiting=sum(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs for stats in all_stats),
             saturation=self._read_saturation().value,
         )
 
@@ -220,6 +231,7 @@ class FrontendStats:
             core_counts=add_counts(self._own_counts, {} if core is None else core.counts),
             core_restarts={} if core is None else dict(core.restarts),
             is_core_ready=core is None or core.is_ready,
+            num_engines_up=1 if core is None else core.num_engines_up,
             oldest_arrival=oldest if num_live > len(resting) else None,
             last_step_time=self._last_step_time,
             saturation=self._read_saturation(num_queued_tokens),
@@ -231,8 +243,11 @@ class FrontendStats:
         )
 
 
-def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsSetup:
-    """Returns the settings of the exporter for this engine."""
+def make_setup(
+    config: EngineConfig, ready: EngineCoreReadyResponse, engines: Mapping[int, EngineCoreReadyResponse] | None = None
+) -> MetricsSetup:
+    """Returns the settings of the exporter for these engines, or the one of `ready`."""
+    engines = {ready.engine_index: ready} if engines is None else engines
     observability, drafting = config.observability_config, config.speculative_config.drafting
     conditions = {
         KV_SAMPLING: config.cache_config.kv_cache_metrics,
@@ -245,9 +260,9 @@ def make_setup(config: EngineConfig, ready: EngineCoreReadyResponse) -> MetricsS
         model_name=config.model_config.name,
         max_model_len=ready.max_model_len,
         conditions=frozenset(name for name, holds in conditions.items() if holds),
-        cache_config=cache_config_labels(config.cache_config, ready),
+        cache_configs={i: cache_config_labels(config.cache_config, one) for i, one in sorted(engines.items())},
         custom_buckets=observability.custom_histogram_buckets,
-        engines=(ready.engine_index,),
+        engines=tuple(sorted(engines)),
         num_spec_tokens=0 if drafting is None else drafting.num_speculative_tokens,
     )
 

@@ -34,6 +34,7 @@ from quire.frontend.openai.routes import (
     batch,
     chat,
     completions,
+    engines,
     invocations,
     messages,
     ollama,
@@ -61,6 +62,7 @@ ROUTERS: tuple[tuple[Endpoint, ...], ...] = (
     invocations.ENDPOINTS,
     pages.ENDPOINTS,
     admin.ENDPOINTS,
+    engines.ENDPOINTS,
     adapters.ENDPOINTS,
 )
 """All endpoints, one row per file of `routes/`."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Self, cast
 
 from quire.config.server import ServerConfig
-from quire.errors import GenerationError, make_error
+from quire.errors import GenerationError, ValidationError, make_error
 from quire.frontend.admission import demand_of
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.http.endpoint import DEFAULT_SEED, Exchange
@@ -29,6 +29,21 @@ logger = init_logger("quire.requests")
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Headers of a W3C trace context."""
 MAX_TRACE_HEADER_CHARS = 512
+RANK_HEADER = "x-data-parallel-rank"
+"""Header that names the engine of a request."""
+MAX_RANK_DIGITS = 6
+
+
+def read_rank(text: str | None) -> int | None:
+    """Returns the engine that a request names. Raises ValidationError."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_RANK_DIGITS):
+        raise ValidationError(
+            f"the header X-data-parallel-rank must be the number of an engine, got {text[:60]!r}",
+            param="data_parallel_rank",
+        )
+    return int(text)
 
 
 @dataclass(slots=True)
@@ -149,7 +164,7 @@ class Submission:
                 params.seed = self._exchange.request.scope.get(DEFAULT_SEED)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         headers = self._exchange.request.headers
-        adapter = self._exchange.adapter
+        adapter, rank = self._exchange.adapter, read_rank(headers.get(RANK_HEADER))
         trace_headers = {name: headers[name][:MAX_TRACE_HEADER_CHARS] for name in TRACE_HEADERS if name in headers}
         for index, prompt in enumerate(prompts):
             if index > 1:
@@ -161,6 +176,7 @@ class Submission:
                 priority=priority,
                 trace_headers=trace_headers or None,
                 lora_request=None if adapter is None else adapter.request,
+                data_parallel_rank=rank,
                 reservation=self._rooms.popleft(),
             )
             collector = await self._engine.add_new(new)

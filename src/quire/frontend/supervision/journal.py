@@ -31,6 +31,7 @@ class JournalEntry:
 
     __slots__ = (
         "adapter",
+        "has_moved",
         "num_acquittals",
         "num_deaths",
         "num_sends",
@@ -50,7 +51,9 @@ class JournalEntry:
         self.wire_id = request.request_id
         """Id of the request at the core: its own, with a number after it if this core was sent it more than once."""
         self.num_sends = 0
-        """Number of times it was sent to the core that is connected now."""
+        """Number of times it was sent to the core that is connected now; of one that has moved, to all since."""
+        self.has_moved = False
+        """True once it was with another core than the one it began with: then no id of it is used twice."""
         self.num_deaths = 0
         """Number of killed cores whose last step it was in, since its last token."""
         self.num_acquittals = 0
@@ -65,6 +68,11 @@ class JournalEntry:
     def has_output(self) -> bool:
         """True once its user has seen tokens of it."""
         return bool(self.output_token_ids)
+
+    def note_released(self) -> None:
+        """Records that its core, which may go on sending outputs of it, is no longer its core."""
+        self.standing = Standing.HELD
+        self.has_moved = True
 
     def take_in(self, output: EngineCoreOutput) -> None:
         """Takes in an output that does not end the request. Raises OverflowError for a number that is no token id."""
@@ -114,6 +122,11 @@ class Journal:
         entry = self._entries[request.request_id] = JournalEntry(request)
         return entry
 
+    def insert(self, entry: JournalEntry) -> None:
+        """Adds a request that another journal has removed."""
+        assert entry.request_id not in self._entries  # ids of live requests are unique
+        self._entries[entry.request_id] = entry
+
     def remove(self, entry: JournalEntry) -> None:
         """Forgets a request that has ended."""
         del self._entries[entry.request_id]
@@ -137,4 +150,5 @@ class Journal:
         self.on_core.clear()
         for entry in self._entries.values():
             entry.standing = Standing.HELD
-            entry.num_sends = 0
+            if not entry.has_moved:
+                entry.num_sends = 0

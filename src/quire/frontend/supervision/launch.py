@@ -39,6 +39,9 @@ logger = init_logger(__name__)
 CORE_MODULE = "quire.engine.proc"
 KILL_TIMEOUT_S = 10.0
 """Longest time the system may take to end a process that was sent SIGKILL."""
+LAST_WORDS_MS = 200
+"""Time in which the last message of a process that has ended may still arrive: on a busy machine it comes later than
+the end."""
 START_LOOK_S = 0.1
 """Interval at which the progress of a start is checked."""
 
@@ -58,6 +61,8 @@ class CoreLaunch:
     core_curve: CurveKeys | None = None
     """The core's side of the keys, for TCP."""
     engine_index: int = 0
+    is_one_of_several: bool = False
+    """True: the server has other engines, too."""
     without_drafts: bool = False
     """True: the core does not speculate, whatever its configuration says."""
     event_sequence: int = 0
@@ -106,7 +111,7 @@ class CoreProcess:
                 return False
             if self._handshake in ready and self._take_status(self._handshake.recv_multipart()):
                 return True
-            if self.returncode is not None and not self._handshake.poll(0):
+            if self.returncode is not None and not self._handshake.poll(LAST_WORDS_MS):
                 raise EngineDeadError(
                     f"the engine core {describe_exit(self.returncode)} before it was ready; its last words are above, "
                     "on standard error"

@@ -45,6 +45,8 @@ class CoreDeath(NamedTuple):
     """Ids at the core of the request being taken in and of those of the step; None where they are unknown."""
     was_asked: bool = False
     """True if a signal that this process did not send asked it to end."""
+    is_planned: bool = False
+    """True if this process asked it to end, to be followed by another."""
 
     def calls_for_successor(self, age_s: float, *, is_draining: bool, has_live_requests: bool) -> bool:
         """Returns True if another core must be started now, `age_s` after the death. A server that ends needs one only

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -108,7 +108,7 @@ class StartWatch:
     def __init__(self) -> None:
         self._durations: dict[int, float] = {}
         """Longest duration in seconds of each stage, in a start that succeeded, or the allowance after an extension."""
-        self._has_succeeded = False
+        self.has_succeeded = False
         self._begun: dict[int, float] = {}
         """Beginning of each stage of this start, CLOCK_MONOTONIC, moved by the time in which this process did not
         run."""
@@ -130,7 +130,7 @@ class StartWatch:
         age = now - self._begun[stage]
         known = self._durations.get(stage, max(self._durations.values(), default=0.0))
         limit = max(MIN_STAGE_S, STAGE_FACTOR * known)
-        if not self._has_succeeded or age <= limit:
+        if not self.has_succeeded or age <= limit:
             return None
         self._durations[stage] = 2 * limit / STAGE_FACTOR
         return age
@@ -140,7 +140,7 @@ class StartWatch:
         ends = [*sorted(self._begun.values())[1:], now]
         for stage, end in zip(sorted(self._begun), ends, strict=True):
             self._durations[stage] = max(end - self._begun[stage], self._durations.get(stage, 0.0))
-        self._has_succeeded = True
+        self.has_succeeded = True
 
 
 class CoreSupervisor(threading.Thread):
@@ -163,8 +163,11 @@ class CoreSupervisor(threading.Thread):
         on_gone: Callable[[QuireError], None],
         was_connected: Callable[[int], bool],
         has_live_requests: Callable[[], bool],
+        first_incarnation: int = 0,
     ) -> None:
+        """`first_incarnation` is above 0 where an engine of this index was removed before."""
         super().__init__(name="EngineCoreSupervisor", daemon=True)
+        self.incarnation = first_incarnation
         self._launch = launch
         self._config = config
         self._handshake = handshake
@@ -176,13 +179,17 @@ class CoreSupervisor(threading.Thread):
         self._budget = RestartBudget(config.core_restart_limit, config.core_restart_window_s)
         self._wakeup = Wakeup()
         self._start_watch = StartWatch()
-        self._is_stopping = False
-        self._is_draining = False
+        self._orders: set[Literal["stop", "expect_stop", "restart"]] = set()
+        """Orders of other threads."""
         self._has_spawned = threading.Event()
         self.restarts: dict[str, int] = {}
         """Number of restarts by cause of the death before."""
         self.core_pid: int | None = None
         """Process id of the core that lives now."""
+
+    @property
+    def _is_stopping(self) -> bool:
+        return "stop" in self._orders
 
     @property
     def end_timeout_s(self) -> float:
@@ -196,12 +203,17 @@ class CoreSupervisor(threading.Thread):
     def expect_stop(self) -> None:
         """Announces `stop`: a core that dies from now on is followed by another only while requests live. From any
         thread."""
-        self._is_draining = True
+        self._orders.add("expect_stop")
 
     def stop(self) -> None:
         """Asks the core to end, and this thread with it. From any thread, and from a finalizer."""
-        self._is_stopping = True
+        self._orders.add("stop")
         self._wakeup.set()
+
+    def ask_restart(self) -> None:
+        """Makes a core that is ready end, and another start in its place, which the budget does not count. A core that
+        is being started is left alone. From any thread."""
+        self._orders.add("restart")
 
     def wait_spawned(self) -> None:
         """Waits until the first core's process runs, or there will be none: work that holds the GIL would delay it."""
@@ -222,12 +234,12 @@ class CoreSupervisor(threading.Thread):
             self._wakeup.close()
 
     def _supervise(self) -> None:
-        incarnation = num_deaths_in_draft = 0
+        incarnation, num_deaths_in_draft = self.incarnation, 0
         while (death := self._run_core(incarnation)) is not None:
             logger.log(
                 logging.WARNING if death.was_asked else logging.ERROR,
-                "engine core %d %s",
-                incarnation,
+                "engine core %s %s",
+                self._name_core(incarnation),
                 death.description,
             )
             self._on_death(death)
@@ -235,6 +247,10 @@ class CoreSupervisor(threading.Thread):
                 num_deaths_in_draft += 1
                 without_drafts = num_deaths_in_draft >= MAX_DEATHS_IN_DRAFT
                 self._launch = dataclasses.replace(self._launch, without_drafts=without_drafts)
+            if death.is_planned:
+                incarnation += 1
+                logger.info("starting engine core %s in its place", self._name_core(incarnation))
+                continue
             if not self._wait_for_need(death):
                 return
             backoff_s = self._budget.take(time.monotonic())
@@ -247,13 +263,15 @@ class CoreSupervisor(threading.Thread):
                 return
             self.restarts[death.cause] = self.restarts.get(death.cause, 0) + 1
             incarnation += 1
-            how = ", without speculation: others died while they drafted; no token changes"
-            logger.warning("starting engine core %d%s", incarnation, how if self._launch.without_drafts else "")
+            without = ", without speculation: others died while they drafted; no token changes"
+            how = without if self._launch.without_drafts else ""
+            logger.warning("starting engine core %s%s", self._name_core(incarnation), how)
 
     def _run_core(self, incarnation: int) -> CoreDeath | None:
         """Runs one core until its death, which it returns; None if the supervisor was stopped."""
-        path = self._directory / f"heartbeat-{incarnation}"
+        path = self._directory / f"heartbeat-{self._launch.engine_index}-{incarnation}"
         page = HeartbeatPage.create(path, self._launch.event_sequence)
+        self.incarnation = incarnation
         try:
             core = CoreProcess(self._launch, self._handshake, incarnation, path)
             self.core_pid = core.pid
@@ -264,7 +282,7 @@ class CoreSupervisor(threading.Thread):
                 self.core_pid = None
                 core.close()
         except QuireError as e:
-            if incarnation == 0:
+            if not self._start_watch.has_succeeded:
                 raise
             return CoreDeath("start", f"could not be started again: {e}")
         finally:
@@ -274,6 +292,7 @@ class CoreSupervisor(threading.Thread):
 
     def _follow(self, core: CoreProcess, page: HeartbeatPage) -> CoreDeath | None:
         self._start_watch.begin(time.monotonic())
+        self._orders.discard("restart")  # it has just been started
         try:
             if not core.wait_ready(
                 self._wakeup.fd, lambda: self._start_watch.check_stall(page.get_heartbeat(), time.monotonic())
@@ -293,6 +312,9 @@ class CoreSupervisor(threading.Thread):
             if self._is_stopping:
                 self._end(core)
                 return None
+            if "restart" in self._orders:
+                self._end(core)
+                return CoreDeath("killed", "has ended for a restart", was_asked=True, is_planned=True)
             beat = page.get_heartbeat()
             age = watch.check_hang(beat, time.monotonic())
             if age is not None:
@@ -304,15 +326,25 @@ class CoreSupervisor(threading.Thread):
     def _end(self, core: CoreProcess) -> None:
         core.terminate()
         if not core.wait(self._config.shutdown_timeout + TERMINATE_TIMEOUT_S):
-            logger.warning("engine core %d did not end when it was asked to, and is killed", core.incarnation)
+            name = self._name_core(core.incarnation)
+            logger.warning("engine core %s did not end when it was asked to, and is killed", name)
             core.kill()
+
+    def _name_core(self, incarnation: int) -> str:
+        """Returns the name of a core in the log."""
+        launch = self._launch
+        return f"{launch.engine_index}.{incarnation}" if launch.is_one_of_several else str(incarnation)
 
     def _wait_for_need(self, death: CoreDeath) -> bool:
         """Waits until another core is needed. Returns False if this supervisor is stopped first."""
         start = time.monotonic()
-        while not death.calls_for_successor(
-            time.monotonic() - start, is_draining=self._is_draining, has_live_requests=self._has_live_requests()
-        ):
+
+        def is_needed() -> bool:
+            is_draining, has_live_requests = "expect_stop" in self._orders, self._has_live_requests()
+            age_s = time.monotonic() - start
+            return death.calls_for_successor(age_s, is_draining=is_draining, has_live_requests=has_live_requests)
+
+        while not is_needed():
             if self._sleep(NEED_INTERVAL_S):
                 return False
         return True

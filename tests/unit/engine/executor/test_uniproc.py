@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.config.engine import EngineConfig, ParallelConfig
+from quire.config.engine import EngineConfig
+from quire.config.parallel import ParallelConfig
 from quire.engine.executor.uniproc import UniProcExecutor
 from quire.wire.execution import EMPTY_MODEL_RUNNER_OUTPUT, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.kv_cache.block import BlockHash, KVCacheMetricsCollector
-from quire.engine.kv_cache.hashing import HashFunction, hash_block, make_block_hasher
+from quire.engine.kv_cache.block import KVCacheMetricsCollector
+from quire.engine.kv_cache.hashing import HashFunction, make_block_hasher
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.lora_request import LoRARequest
+from quire.wire.block_hash import BlockHash, hash_block
 from quire.wire.kv_cache import (
     AnyKVCacheSpec,
     ChunkedSpec,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, RemovedBlock, StoredRun, describe_cached_blocks
-from quire.engine.kv_cache.hashing import hash_block
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.lora_request import LoRARequest
+from quire.wire.block_hash import hash_block
 
 from .model import ModelRequest, admit, decode, full, letters, make_manager, sliding
 

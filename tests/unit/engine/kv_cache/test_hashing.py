@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.kv_cache.block import ExtraKeys
-from quire.engine.kv_cache.hashing import NONE_HASH, block_extra_keys, hash_block, make_block_hasher
+from quire.engine.kv_cache.hashing import block_extra_keys, make_block_hasher
 from quire.engine.request import Request
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
+from quire.wire.block_hash import NONE_HASH, ExtraKeys, hash_block
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.lora import NEVER
 from tests.unit.engine.kv_cache.model import ModelRequest, letters
@@ -124,7 +124,7 @@ def test_digest_is_the_same_in_every_process() -> None:
     golden = hash_block(hash_block(None, range(16), None), [70000, 1, 2, 3], keys).hex()
     assert golden == GOLDEN
     code = (
-        "from quire.engine.kv_cache.hashing import hash_block\n"
+        "from quire.wire.block_hash import hash_block\n"
         f"print(hash_block(hash_block(None, range(16), None), [70000, 1, 2, 3], {keys!r}).hex())"
     )
     env = os.environ | {"PYTHONHASHSEED": "12345", "PYTHONPATH": str(Path(__file__).parents[4] / "src")}

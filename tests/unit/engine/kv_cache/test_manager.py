@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.kv_cache.block import BlockHash, ExtraKeys, IntegrityError
-from quire.engine.kv_cache.hashing import hash_block
+from quire.engine.kv_cache.block import IntegrityError
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.lora_request import LoRARequest
+from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import PrefixCacheStats
 from tests.unit.engine.kv_cache.model import (

@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.engine.kv_cache.block import BlockHash, ExtraKeys
-from quire.engine.kv_cache.hashing import HashFunction, hash_block
+from quire.engine.kv_cache.hashing import HashFunction
+from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
 from quire.wire.kv_cache import AnyKVCacheSpec, ChunkedSpec, SlidingWindowSpec
 from quire.wire.stats import PrefixCacheStats
 from tests.seeds import examples

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.kv_cache.block import BlockContent, ExtraKeys
+from quire.engine.kv_cache.block import BlockContent
 from quire.engine.kv_cache.hashing import PrefixQuery
+from quire.wire.block_hash import ExtraKeys
 from tests.unit.engine.kv_cache.model import BLOCK_SIZE, ModelRequest, letters
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.config.engine import EngineConfig, LifecycleConfig, ParallelConfig
+from quire.config.engine import EngineConfig, LifecycleConfig
 from quire.config.lora import LoRAConfig
+from quire.config.parallel import ParallelConfig
 from quire.engine.intake import UtilityCall
 from quire.engine.proc import EngineCoreProc
 from quire.errors import AdapterError

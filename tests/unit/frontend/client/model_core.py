@@ -23,9 +23,11 @@ from quire.wire.stats import PrefillStats
 ADD, ABORT, UTILITY = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
 
 
-def make_request(name: str, num_tokens: int = 4, deadly_at: int | None = None, **fields: Any) -> EngineCoreRequest:
+def make_request(
+    name: str, num_tokens: int = 4, deadly_at: int | None = None, *, prompt: list[int] | None = None, **fields: Any
+) -> EngineCoreRequest:
     """A request for `num_tokens` tokens. One that is `deadly_at` a token kills the core that computes this one."""
-    prompt = [*name.encode(), 0 if deadly_at is None else deadly_at + 1]
+    prompt = [*(prompt or name.encode()), 0 if deadly_at is None else deadly_at + 1]
     return EngineCoreRequest(name, prompt, SamplingParams(max_tokens=num_tokens), None, 0.0, **fields)
 
 
@@ -40,9 +42,12 @@ def token_at(prompt: Sequence[int], index: int) -> int:
     return hashlib.sha256(f"{list(prompt)} {index}".encode()).digest()[0]
 
 
-def make_ready(incarnation: int = 0, next_sequence: int = 1) -> EngineCoreReadyResponse:
+def make_ready(incarnation: int = 0, next_sequence: int = 1, engine_index: int = 0) -> EngineCoreReadyResponse:
     return EngineCoreReadyResponse(
-        64, 8, 16, 128, 2.0, ("generate",), incarnation=incarnation, next_sequence=next_sequence
+        *(64, 8, 16, 128, 2.0, ("generate",)),
+        engine_index=engine_index,
+        incarnation=incarnation,
+        next_sequence=next_sequence,
     )
 
 
@@ -50,8 +55,9 @@ class ModelCore:
     """One incarnation. `step` takes in everything it was sent and computes a token of each of its first `max_num_seqs`
     requests; what it sends waits in `outbox`."""
 
-    def __init__(self, incarnation: int, max_num_seqs: int = 3) -> None:
+    def __init__(self, incarnation: int, max_num_seqs: int = 3, engine_index: int = 0) -> None:
         self.incarnation = incarnation
+        self.engine_index = engine_index
         self.max_num_seqs = max_num_seqs
         self.inbox: list[Message] = []
         self.outbox: list[EngineCoreOutputs] = []
@@ -63,7 +69,8 @@ class ModelCore:
 
     def send(self, **fields: Any) -> None:
         self.num_sent += 1
-        self.outbox.append(EngineCoreOutputs(incarnation=self.incarnation, sequence=self.num_sent, **fields))
+        stamps = {"engine_index": self.engine_index, "incarnation": self.incarnation, "sequence": self.num_sent}
+        self.outbox.append(EngineCoreOutputs(**stamps, **fields))
 
     def take_in(self) -> None:
         for message in self.inbox:

@@ -73,7 +73,7 @@ def suspects(*names: str) -> Any:
 def test_all_are_asked_and_the_first_suspect_tried() -> None:
     court = Court(core_died={1: suspects("a", "b"), 2: [], 3: suspects("c")})
     assert court.survive(DEATH) == ["a"]
-    assert court.asked == [("core_died", 0, "crash", "exited with code 3", ("a",), False)]
+    assert court.asked == [("core_died", 0, 0, "crash", "exited with code 3", ("a",), False, False)]
     assert court.owner.num_live_requests == 3
 
 
@@ -81,8 +81,8 @@ def test_a_verdict_is_told_first() -> None:
     court = Court(core_died=[{1: suspects("a")}, {1: []}])
     assert court.survive(DEATH, DEATH) == ["a", "admit_clients"]
     assert [call[0] for call in court.asked] == ["core_died", "convict", "core_died"]
-    _, request_id, message = court.asked[1]
-    assert request_id == "a"
+    _, engine, request_id, message = court.asked[1]
+    assert (engine, request_id) == (0, "a")
     assert "do not send it again unchanged" in message
 
 

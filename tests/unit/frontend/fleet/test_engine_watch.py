@@ -17,6 +17,8 @@ class Client:
     """Reports some steps, then the end of the core."""
 
     ready_response = EngineCoreReadyResponse(4096, 100, 16, 1584, 1.5, ("generate",))
+    engine_responses: ClassVar = {0: ready_response}
+    num_engines_up = 0
     counts: ClassVar = {"corrupt": 1}
     restarts: ClassVar = {"crash": 2}
     is_ready = False

@@ -400,8 +400,8 @@ async def test_that_the_core_is_gone_is_told_to_all_and_to_those_that_join_later
         for process in fleet.made:
             while not process.calls:
                 await asyncio.sleep(0)
-            assert process.calls == [("core_gone", ("the budget is used up",))]
+            assert process.calls == [("core_gone", ("the budget is used up", None))]
         fleet.made[0].end(3)
         again = await fleet.another()
         await again.serve()
-        assert again.calls == [("core_gone", ("the budget is used up",))]
+        assert again.calls == [("core_gone", ("the budget is used up", None))]

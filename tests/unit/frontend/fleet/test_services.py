@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from quire.errors import NotFoundError, ValidationError
+from quire.frontend.client.engine_set import EngineSet
 from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.fleet.crash_attribution import decode_suspects
@@ -46,9 +47,9 @@ class Process:
             part=lambda kind: SimpleNamespace(local=LocalResponses(self.responses)),
         )
         client = SimpleNamespace(
-            link=self.link,
+            engines=EngineSet([self.link]),
             ask_link=_at_once,
-            note_gone=lambda reason: self.heard.append(("gone", reason)),
+            note_gone=lambda reason, engine: self.heard.append(("gone", reason)),
         )
         self.services = PeerServices(cast("ServerState", state), cast("AsyncMPClient", client), self.stop)
 
@@ -123,11 +124,11 @@ def test_a_death_is_answered_with_suspects_and_a_verdict_carried_out() -> None:
     link.on_ready(make_ready(0))
     for name in ("a", "b", "c"):
         link.add_request(make_request(name))
-    assert process.ask("core_died", 1, "crash", "exited", ["a"], False) == [], "that one we never knew"
-    encoded = process.ask("core_died", 0, "crash", "exited with code 1", ["b", "theirs"], False)
+    assert process.ask("core_died", 0, 1, "crash", "exited", ["a"], False) == [], "that one we never knew"
+    encoded = process.ask("core_died", 0, 0, "crash", "exited with code 1", ["b", "theirs"], False)
     assert [suspect.request.request_id for suspect in decode_suspects(encoded)] == ["b~t", "c~t", "a~t"]
-    process.ask("convict", "b~t", "it kills")
-    process.ask("convict", "theirs", "it kills")
+    process.ask("convict", 0, "b~t", "it kills")
+    process.ask("convict", 0, "theirs", "it kills")
     ((end,),) = [outputs.outputs for outputs in link.deliveries]
     assert (end.request_id, end.error_message) == ("b", "it kills")
 
@@ -136,5 +137,5 @@ def test_nobody_is_asked_who_was_in_no_step_of_a_core_that_was_killed() -> None:
     process = Process()
     process.link.on_ready(make_ready(0))
     process.link.add_request(make_request("a"))
-    assert process.ask("core_died", 0, "killed", "was killed by SIGKILL", ["a"], False) == []
+    assert process.ask("core_died", 0, 0, "killed", "was killed by SIGKILL", ["a"], False) == []
     assert process.link.num_live_requests == 1

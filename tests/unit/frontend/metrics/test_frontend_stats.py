@@ -99,6 +99,17 @@ class Core:
     counts: Mapping[str, int] = field(default_factory=lambda: {"resumed_requests": 4})
     restarts: Mapping[str, int] = field(default_factory=lambda: {"crash": 1})
     is_ready: bool = False
+    num_engines_up: int = 0
+
+
+def test_several_engines_have_one_load() -> None:
+    """The mean of the shares, and the sum of the requests; an engine that joins later counts, too."""
+    s = Setting()
+    for engine, running, usage in ((0, 3, 0.5), (1, 1, 0.25), (2, 2, 0.75)):
+        stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=1, kv_cache_usage=usage)
+        s.stats.close_batch(EngineCoreOutputs(engine, scheduler_stats=stats), None)
+    load = s.stats.get_load()
+    assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (6, 3, 0.5)
 
 
 def test_what_others_tell() -> None:
@@ -129,8 +140,8 @@ def test_flags_decide_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     setup = make_setup(EngineArgs("demo", **flags).create_engine_config("serving"), READY)
     assert setup.conditions == {KV_SAMPLING, NANS, LEGACY_NAMES}
-    assert (setup.cache_config["block_size"], setup.cache_config["num_gpu_blocks"]) == ("16", "100")
-    assert setup.cache_config["enable_prefix_caching"] == "True"
+    assert (setup.cache_configs[0]["block_size"], setup.cache_configs[0]["num_gpu_blocks"]) == ("16", "100")
+    assert setup.cache_configs[0]["enable_prefix_caching"] == "True"
     assert setup.custom_buckets == {"request_latency": [1, 2]}
 
 

@@ -176,7 +176,7 @@ def test_our_own_faults_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("endpoint", ALL, ids=lambda endpoint: endpoint.path)
 def test_without_a_key_only_probes_metrics_and_static_pages_answer(endpoint: Endpoint) -> None:
     if endpoint.access in (Access.OPEN, Access.METRICS):
-        probes = ("/health", "/health/live", "/health/ready", "/ping")
+        probes = ("/health", "/health/live", "/health/ready", "/health/engines", "/ping")
         pages = ("/", "/ui", "/ui/dashboard", "/ui/{name}", "/docs", "/docs/{name}", "/redoc")
         assert endpoint.path in (*probes, "/metrics", *pages)
 

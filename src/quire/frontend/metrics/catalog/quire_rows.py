@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 
@@ -36,6 +37,7 @@ from quire.frontend.metrics.collect.events import IterationStats
 from quire.frontend.metrics.collect.facts import NO_DRAFTS
 from quire.frontend.metrics.collect.ledger import DISCARD_REASONS, FINISH_REASONS, REJECTION_REASONS
 from quire.frontend.metrics.collect.saturation import RESOURCES
+from quire.frontend.routing.policy import REASONS
 
 DROP_REASONS = ("stale", "corrupt", "repeated", "lost", "unknown")
 LIVE_STATES = ("waiting", "running", "resting")
@@ -46,6 +48,12 @@ UNUSED_REASONS = (
 LOAD_OUTCOMES = ("loaded", "failed")
 ADAPTER_STATES = ("cold", "loading", "ready", "failed")
 of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
+
+
+def _split(counts: Mapping[str, int], prefix: str) -> list[Sample]:
+    """Returns the counts whose names begin with `prefix`; the other parts of a name, between dots, are the labels."""
+    found = ((name.removeprefix(prefix), count) for name, count in counts.items() if name.startswith(prefix))
+    return [(tuple(name.split(".")), count) for name, count in found]
 
 
 def _tokens_of_adapters(stats: IterationStats, which: int, total: int) -> list[Sample]:
@@ -182,6 +190,35 @@ LEDGER: tuple[MetricSpec, ...] = (
         kind="gauge",
         help="1 if a request would be worked on now; 0 while the engine core is being started again.",
         value=lambda facts: float(facts.is_core_ready),
+    ),
+    of_ledger(
+        name="engines_up",
+        kind="gauge",
+        help="Engines that would work on a request now.",
+        value=lambda facts: float(facts.num_engines_up),
+    ),
+    of_ledger(
+        name="engine_moves",
+        help="Requests that went on at another engine, by the engine they left and the reason.",
+        labels=("engine", "reason"),
+        samples=lambda facts: _split(facts.core_counts, "moves."),
+    ),
+    of_ledger(
+        name="engine_moved_tokens_recomputed",
+        help="Tokens of moved requests that the other engine computed again.",
+        value=lambda facts: facts.core_counts.get("moved_tokens", 0),
+    ),
+    of_ledger(
+        name="router_decisions",
+        help="Choices of an engine for a request, by reason.",
+        labels=("why",),
+        known=each(REASONS),
+        samples=lambda facts: _split(facts.core_counts, "routed."),
+    ),
+    of_ledger(
+        name="router_expected_cached_tokens",
+        help="Tokens of placed requests that the router expected in the engine's prefix cache.",
+        value=lambda facts: facts.core_counts.get("expected_cached_tokens", 0),
     ),
     of_ledger(
         name="engine_step_age_seconds",

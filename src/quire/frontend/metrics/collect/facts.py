@@ -103,6 +103,8 @@ class FrontendFacts(msgspec.Struct, kw_only=True, array_like=True, frozen=True, 
     """The counts of `EngineLink`."""
     core_restarts: dict[str, int] = {}
     is_core_ready: bool = True
+    num_engines_up: int = 1
+    """Number of engines that would work on a request now."""
     oldest_arrival: float | None = None
     """Arrival time of the oldest live request that is not resting; None without one."""
     last_step_time: float = 0.0
@@ -146,6 +148,7 @@ def _merge(a: FrontendFacts, b: FrontendFacts) -> FrontendFacts:
         core_counts=add_counts(a.core_counts, b.core_counts),
         core_restarts=add_counts(a.core_restarts, b.core_restarts),
         is_core_ready=later.is_core_ready,
+        num_engines_up=later.num_engines_up,
         oldest_arrival=min(arrivals, default=None),
         last_step_time=max(a.last_step_time, b.last_step_time),
         saturation=a.saturation.or_more(b.saturation),

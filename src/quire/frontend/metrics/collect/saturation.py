@@ -56,6 +56,13 @@ class Saturation(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """Returns the largest share."""
         return max(self.by_resource.values())
 
+    @staticmethod
+    def mean(of_engines: Sequence[Saturation]) -> Saturation:
+        """Returns the saturation of several engines that share their requests; at least one."""
+        count = len(of_engines)
+        shares = {name: sum(one.by_resource[name] for one in of_engines) / count for name in RESOURCES}
+        return Saturation(shares, sum(one.limit_tokens_per_s for one in of_engines))
+
     def or_more(self, other: Saturation) -> Saturation:
         """Returns the larger shares of two processes in front of one engine. Only one of them sees the steps, and the
         fuller queue counts."""

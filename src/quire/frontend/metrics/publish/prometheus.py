@@ -34,8 +34,8 @@ class MetricsSetup:
     max_model_len: int = 1 << 20
     conditions: frozenset[str] = frozenset()
     """Conditions of the catalog that hold: features that are on."""
-    cache_config: Mapping[str, str] = field(default_factory=dict)
-    """Labels of `vllm:cache_config_info`."""
+    cache_configs: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """Labels of `vllm:cache_config_info`, by engine."""
     custom_buckets: Mapping[str, Any] | None = None
     engines: Sequence[int] = (0,)
     num_spec_tokens: int = 0
@@ -74,9 +74,8 @@ class PrometheusStatLogger(StatLogger):
         self._facts = make_store(spec for spec in specs if spec.source is FrontendFacts)
         """Counts nothing: it turns the state of one process, or of all, into rows."""
         self._order = {spec.full_name: position for position, spec in enumerate(specs)}
-        if setup.cache_config:
-            for engine in setup.engines:
-                self._store.add_info(CACHE_CONFIG_INFO, {"engine": str(engine), **setup.cache_config})
+        for engine, labels in setup.cache_configs.items():
+            self._store.add_info(CACHE_CONFIG_INFO, {"engine": str(engine), **labels})
         self._store.add_info(BUILD_INFO, {"version": __version__, "model_name": setup.model_name})
         if setup.num_spec_tokens:
             nothing = SpecDecodingStats(setup.num_spec_tokens, num_accepted_tokens_per_pos=[0] * setup.num_spec_tokens)

@@ -65,10 +65,9 @@ async def metrics(exchange: Exchange) -> Response:
 
 async def kv_event_sources(exchange: Exchange) -> Response:
     """Returns where engines publish KV cache events, by data-parallel rank; nothing if they do not."""
-    ready = exchange.state.engine.engine_core.ready_response
-    return json_response(
-        {} if ready.kv_events is None else {str(ready.engine_index): msgspec.to_builtins(ready.kv_events)}
-    )
+    engines = exchange.state.engine.engine_core.engine_responses
+    sources = {str(engine): ready.kv_events for engine, ready in sorted(engines.items()) if ready.kv_events is not None}
+    return json_response(msgspec.to_builtins(sources))
 
 
 async def list_models(exchange: Exchange) -> Response:

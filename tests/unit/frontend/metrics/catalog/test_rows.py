@@ -25,7 +25,7 @@ EVERYTHING = MetricsSetup(
     model_name="m",
     max_model_len=4096,
     conditions=frozenset(spec.condition for spec in METRICS if spec.condition),
-    cache_config=cache_config_labels(CacheConfig(), READY),
+    cache_configs={0: cache_config_labels(CacheConfig(), READY)},
 )
 
 

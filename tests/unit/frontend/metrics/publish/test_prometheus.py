@@ -152,7 +152,9 @@ def test_an_abort_is_no_step() -> None:
 
 
 def test_engines_have_series_of_their_own() -> None:
-    logger = PrometheusStatLogger(MetricsSetup(model_name="m", engines=(0, 1), cache_config={"block_size": "16"}))
+    logger = PrometheusStatLogger(
+        MetricsSetup(model_name="m", engines=(0, 1), cache_configs={0: {"block_size": "16"}, 1: {"block_size": "16"}})
+    )
     info = logger.snapshot().find("vllm:cache_config_info")
     assert [series.labels for series in info.series] == [("0", "16"), ("1", "16")]
     logger.record(SchedulerStats(num_running_reqs=2), IterationStats(num_generation_tokens=5), 1)

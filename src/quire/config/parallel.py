@@ -1,0 +1,311 @@
+"""Workers, engines and machines: how many there are, where they run, and how they find one another.
+
+`ParallelConfig` checks its fields against one another when it is made. What is not built yet is refused there, by
+`NOT_BUILT`: the commit that builds a feature removes its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.flags import flag
+from quire.config.model_impl import TRANSFORMERS
+from quire.errors import ConfigError
+
+LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
+"""Imported before torch, it leaves out what our workers do not use, but transformers does."""
+EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}
+"""Executors by the name of --distributed-executor-backend."""
+MAX_ENGINES = 1024
+_PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": 65535}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes and places of the workers of an engine, and of the engines of a server."""
+
+    tensor_parallel_size: int = flag(
+        1, "Workers that share each layer of the model.", parse=int, minimum=1, maximum=64, short="-tp"
+    )
+    pipeline_parallel_size: int = flag(
+        1, "Stages that the layers of the model are divided into.", parse=int, minimum=1, maximum=64, short="-pp"
+    )
+    enable_expert_parallel: bool = flag(
+        False, "Divide a mixture's experts among the workers, instead of the columns of each.", short="-ep"
+    )
+    data_parallel_size: int = flag(
+        1, "Engines of the server, on all its machines.", parse=int, minimum=1, maximum=MAX_ENGINES, short="-dp"
+    )
+    data_parallel_size_local: int | None = flag(
+        None,
+        "Engines on this machine; 0 for a server without engines of its own. Default: all.",
+        parse=int,
+        minimum=0,
+        maximum=MAX_ENGINES,
+        short="-dpl",
+    )
+    data_parallel_start_rank: int | None = flag(
+        None,
+        "First engine of this machine, where it is not the first machine.",
+        parse=int,
+        minimum=0,
+        maximum=MAX_ENGINES,
+        short="-dpr",
+    )
+    data_parallel_rank: int | None = flag(
+        None,
+        "The one engine of this server, where a load balancer of yours chooses the engine.",
+        parse=int,
+        minimum=0,
+        maximum=MAX_ENGINES,
+        short="-dpn",
+    )
+    data_parallel_address: str | None = flag(
+        None, "Address of the first machine. Default: --master-addr.", metavar="HOST", short="-dpa"
+    )
+    data_parallel_rpc_port: int = flag(
+        29550, "Port of the first machine at which engines report.", short="-dpp", **_PORT
+    )
+    data_parallel_backend: str = flag(
+        "mp", "What starts the engines: this server (mp), or Ray.", choices=("mp", "ray"), short="-dpb"
+    )
+    data_parallel_hybrid_lb: bool = flag(
+        False, "A server per machine, each of which chooses among its own engines.", short="-dph"
+    )
+    data_parallel_external_lb: bool = flag(
+        False, "A server per engine; a load balancer of yours chooses.", short="-dpe"
+    )
+    data_parallel_multi_port_external_lb: bool = flag(
+        False, "A server per engine of this machine, on ports that follow --port.", short="-dpm"
+    )
+    data_parallel_supervisor_port: int = flag(
+        9256, "Port of the joint health of the servers of --data-parallel-multi-port-external-lb.", **_PORT
+    )
+    routing_policy: str = flag(
+        "least_wait",
+        "How requests are shared among engines: to the shortest wait, cached prefixes considered; as vLLM does; or "
+        "round robin.",
+        choices=("least_wait", "vllm_score", "round_robin"),
+    )
+    reroute: Literal["auto", "wait", "never"] = flag(
+        "auto",
+        "Requests of an engine that dies: move at once where that is quicker than a restart; wait for it, and move if "
+        "there is none; never move.",
+        choices=("auto", "wait", "never"),
+    )
+    headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")
+    nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
+    node_rank: int = flag(0, "Number of this machine among --nnodes.", parse=int, minimum=0, maximum=1023, short="-r")
+    master_addr: str = flag("127.0.0.1", "Address of machine 0 of --nnodes.", metavar="HOST")
+    master_port: int = flag(29501, "Port of machine 0 of --nnodes.", **_PORT)
+    distributed_executor_backend: str | None = flag(
+        None,
+        "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
+        " Default: uni for one worker, else mp.",
+    )
+    dp_sync_interval: int = flag(
+        16, "Steps between two agreements of the engines that share experts.", parse=int, minimum=1, maximum=1 << 20
+    )
+    enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
+    elastic_ep_max_dp_size: int | None = flag(
+        None,
+        "Most engines that --enable-elastic-ep may reach. Default: --data-parallel-size.",
+        parse=int,
+        minimum=1,
+        maximum=MAX_ENGINES,
+    )
+    cpu_bind: str = flag(
+        "auto",
+        "Processors of each worker: auto (an equal share for each; a memory node where there are enough), none, or a "
+        "list for each, as 0-7|8-15.",
+    )
+    worker_cls: str = flag("quire.worker.worker:Worker", "Worker class, as package.module:Class.")
+    engine_host: str | None = flag(
+        None,
+        "Speak with the engine core over TCP, encrypted and authenticated, on this address; unset: by private sockets.",
+    )
+
+    engine_index: int = 0
+    """Index of the engine: no flag, set where its core starts."""
+
+    def __post_init__(self) -> None:
+        for is_wrong, why in _MISTAKES:
+            if is_wrong(self):
+                raise ConfigError(why.format(c=self))
+        for is_wanted, what, remedy in NOT_BUILT:
+            if is_wanted(self):
+                raise ConfigError(f"{what.format(c=self)} is not supported yet: {remedy}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_external(self) -> bool:
+        """True if a load balancer outside chooses the engine."""
+        named = self.data_parallel_external_lb or self.data_parallel_multi_port_external_lb
+        return named or self.data_parallel_rank is not None or (self._asks_for_hybrid and self._num_local == 1)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if each machine has a server, which chooses among the engines there."""
+        return self._asks_for_hybrid and self._num_local not in (1, self.data_parallel_size)
+
+    @property
+    def _asks_for_hybrid(self) -> bool:
+        return self.data_parallel_hybrid_lb or (self.data_parallel_start_rank is not None and not self.headless)
+
+    @property
+    def _num_local(self) -> int | None:
+        return self.data_parallel_size_local
+
+    @property
+    def num_local_engines(self) -> int:
+        """Number of engines on this machine."""
+        if self._num_local is not None:
+            return self._num_local
+        return 1 if self.is_external and not self.data_parallel_multi_port_external_lb else self.data_parallel_size
+
+    @property
+    def first_engine(self) -> int:
+        """Rank of the first engine on this machine."""
+        return self.data_parallel_rank or self.data_parallel_start_rank or 0
+
+    @property
+    def executor_backend(self) -> str:
+        """Name of the executor, or its dotted name."""
+        default = "ray" if self.data_parallel_backend == "ray" else "uni" if self.world_size == 1 else "mp"
+        return self.distributed_executor_backend or default
+
+    @property
+    def executor_class(self) -> str:
+        """Dotted name of the executor."""
+        return EXECUTORS.get(self.executor_backend, self.executor_backend)
+
+    def core_names(self, model_impl: str) -> tuple[str, ...]:
+        """Returns the dotted names that an engine core will resolve, so that it can begin to import them early: the
+        executor, and the worker if it runs in the core. `model_impl` is the code that runs the model."""
+        names = [self.executor_class]
+        if self.executor_backend == "uni":
+            names += self.worker_names(model_impl)
+        return tuple(names)
+
+    def worker_names(self, model_impl: str) -> tuple[str, ...]:
+        """Returns the dotted names that the process of a worker will resolve."""
+        return (self.worker_cls,) if model_impl == TRANSFORMERS else (LEAN_TORCH, self.worker_cls)
+
+
+def _num_modes(c: ParallelConfig) -> int:
+    return c.data_parallel_hybrid_lb + c.data_parallel_external_lb + c.data_parallel_multi_port_external_lb
+
+
+_MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
+    (
+        lambda c: (c.data_parallel_size_local or 0) > c.data_parallel_size,
+        "--data-parallel-size-local {c.data_parallel_size_local} is more than --data-parallel-size "
+        "{c.data_parallel_size}, which counts the engines of all machines",
+    ),
+    (
+        lambda c: _num_modes(c) > 1,
+        "--data-parallel-hybrid-lb, --data-parallel-external-lb and --data-parallel-multi-port-external-lb exclude one "
+        "another; give one of them",
+    ),
+    (
+        lambda c: c.data_parallel_hybrid_lb and c.data_parallel_rank is not None,
+        "--data-parallel-rank {c.data_parallel_rank} is for --data-parallel-external-lb; with "
+        "--data-parallel-hybrid-lb give --data-parallel-start-rank",
+    ),
+    (
+        lambda c: c.is_external and c.data_parallel_size == 1,
+        "a load balancer of yours (--data-parallel-external-lb or --data-parallel-rank) needs several engines; give "
+        "--data-parallel-size, or leave the other out",
+    ),
+    (
+        lambda c: c.data_parallel_external_lb and c.data_parallel_rank is None,
+        "--data-parallel-external-lb needs --data-parallel-rank, the number of this server's engine",
+    ),
+    (
+        lambda c: (
+            c.is_external and not c.data_parallel_multi_port_external_lb and (c.data_parallel_size_local or 1) != 1
+        ),
+        "--data-parallel-size-local {c.data_parallel_size_local}: a server behind your load balancer has one engine; "
+        "leave it out, or use --data-parallel-hybrid-lb",
+    ),
+    (
+        lambda c: c.data_parallel_hybrid_lb and c.headless,
+        "--headless runs engines without a server, --data-parallel-hybrid-lb a server on each machine; leave one out",
+    ),
+    (
+        lambda c: c._asks_for_hybrid and c.data_parallel_size_local in (None, 0),
+        "a server on each machine (--data-parallel-hybrid-lb, or --data-parallel-start-rank without --headless) needs "
+        "--data-parallel-size-local, the number of its engines",
+    ),
+    (
+        lambda c: c.headless and c.data_parallel_size_local == 0,
+        "--headless runs engines, and --data-parallel-size-local 0 asks for none; leave one out",
+    ),
+    (
+        lambda c: c.first_engine + c.num_local_engines > c.data_parallel_size,
+        "engine {c.first_engine} is the first of {c.num_local_engines} on this machine, but --data-parallel-size "
+        "{c.data_parallel_size} counts those of all machines, from 0 on",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.executor_backend == "ray",
+        "--nnodes {c.nnodes} is for executors that you start on each machine; Ray places workers itself; leave it out",
+    ),
+    (
+        lambda c: c.world_size % c.nnodes != 0,
+        "--nnodes {c.nnodes} does not divide the {c.world_size} workers of an engine (--tensor-parallel-size times "
+        "--pipeline-parallel-size)",
+    ),
+    (
+        lambda c: c.node_rank >= c.nnodes,
+        "--node-rank {c.node_rank}: the machines of --nnodes {c.nnodes} are numbered from 0 on",
+    ),
+    (
+        lambda c: c.executor_backend == "uni" and c.world_size > 1,
+        "--distributed-executor-backend uni has one worker, and {c.world_size} are asked for; use mp or leave it out",
+    ),
+    (
+        lambda c: c.enable_elastic_ep and (c.pipeline_parallel_size > 1 or c.is_external or c.is_hybrid),
+        "--enable-elastic-ep needs one server that chooses among all engines, and no --pipeline-parallel-size",
+    ),
+    (
+        lambda c: c.elastic_ep_max_dp_size is not None and c.elastic_ep_max_dp_size < c.data_parallel_size,
+        "--elastic-ep-max-dp-size {c.elastic_ep_max_dp_size} is less than --data-parallel-size {c.data_parallel_size}",
+    ),
+)
+"""Combinations that mean nothing: a test and the message, with `c` for the configuration."""
+
+_ONE_WORKER = "one worker computes the whole model; choose a smaller type with --quantization if it does not fit"
+NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
+    (lambda c: c.tensor_parallel_size > 1, "--tensor-parallel-size {c.tensor_parallel_size}", _ONE_WORKER),
+    (lambda c: c.pipeline_parallel_size > 1, "--pipeline-parallel-size {c.pipeline_parallel_size}", _ONE_WORKER),
+    (
+        lambda c: c.distributed_executor_backend == "mp",
+        "--distributed-executor-backend mp",
+        "the worker lives in the engine's process; leave it out",
+    ),
+    (
+        lambda c: c.executor_backend in ("ray", "external_launcher"),
+        "executor {c.executor_backend}",
+        "use mp, the default",
+    ),
+    (lambda c: c.nnodes > 1, "--nnodes {c.nnodes}", "the workers of an engine are on one machine"),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb,
+        "--data-parallel-multi-port-external-lb",
+        "start a server per engine yourself, each with --data-parallel-rank and a --port of its own",
+    ),
+    (lambda c: c.headless, "--headless", "an engine runs on the machine of its server"),
+    (
+        lambda c: c.num_local_engines != c.data_parallel_size and not (c.is_external or c.is_hybrid),
+        "--data-parallel-size-local {c.num_local_engines} of {c.data_parallel_size}",
+        "a server reaches the engines of its own machine; --data-parallel-hybrid-lb starts one on each",
+    ),
+    (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
+]
+"""Features that are not built yet: a test, the flag, and what works instead."""

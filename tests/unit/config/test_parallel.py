@@ -1,0 +1,100 @@
+"""Flags of parallelism: combinations that mean nothing, what is not built yet, and what follows from the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.cli.serve import command_line
+from quire.config import parallel
+from quire.config.parallel import ParallelConfig
+from quire.errors import ConfigError
+
+SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-dp": "data_parallel_size",
+    "-dpl": "data_parallel_size_local",
+    "-dpr": "data_parallel_start_rank",
+    "-dpn": "data_parallel_rank",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb",
+    "-dpm": "data_parallel_multi_port_external_lb",
+    "-n": "nnodes",
+    "-r": "node_rank",
+}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "--data-parallel-size-local 3 is more than"),
+    ({"data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, "exclude one another"),
+    ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "data_parallel_rank": 0}, "--data-parallel-start-rank"),
+    ({"data_parallel_rank": 0}, "needs several engines"),
+    ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "needs --data-parallel-rank"),
+    ({"data_parallel_size": 4, "data_parallel_rank": 0, "data_parallel_size_local": 2}, "has one engine"),
+    ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "headless": True}, "leave one out"),
+    ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "needs --data-parallel-size-local"),
+    ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "needs --data-parallel-size-local"),
+    ({"headless": True, "data_parallel_size_local": 0}, "asks for none"),
+    ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 3}, "engine 3 is the first"),
+    ({"data_parallel_size": 2, "data_parallel_rank": 2}, "engine 2 is the first of 1"),
+    ({"nnodes": 2, "distributed_executor_backend": "ray"}, "Ray places workers itself"),
+    ({"nnodes": 2, "tensor_parallel_size": 3}, "does not divide the 3 workers"),
+    ({"node_rank": 1}, "numbered from 0 on"),
+    ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni has one worker, and 2 are asked for"),
+    ({"enable_elastic_ep": True, "pipeline_parallel_size": 2}, "no --pipeline-parallel-size"),
+    ({"data_parallel_size": 3, "elastic_ep_max_dp_size": 2}, "is less than --data-parallel-size 3"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_combinations_that_mean_nothing(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ParallelConfig(**fields)
+    assert "not supported yet" not in str(caught.value)
+
+
+def test_what_is_not_built_is_refused_by_name() -> None:
+    ParallelConfig(data_parallel_size=1, data_parallel_size_local=1, enable_expert_parallel=True)
+    for is_wanted, what, remedy in parallel.NOT_BUILT:
+        assert not is_wanted(ParallelConfig())
+        assert what.format(c=ParallelConfig())
+        assert remedy
+    with pytest.raises(ConfigError, match="--headless is not supported yet: an engine runs on the machine"):
+        ParallelConfig(headless=True)
+
+
+def test_short_names() -> None:
+    for short, name in SHORT.items():
+        words = (
+            [short] if isinstance(getattr(ParallelConfig(), name), bool) else [short, "mp" if "dpb" in short else "1"]
+        )
+        assert set(command_line().parse(["m", *words]).given) == {"model_name", name}
+
+
+def test_modes_and_numbers_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "NOT_BUILT", [])
+    inside = ParallelConfig(data_parallel_size=4)
+    assert (inside.is_external, inside.is_hybrid, inside.num_local_engines, inside.first_engine) == (False, False, 4, 0)
+    rank = ParallelConfig(data_parallel_size=4, data_parallel_rank=2)
+    assert (rank.is_external, rank.num_local_engines, rank.first_engine) == (True, 1, 2)
+    node = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_start_rank=2)
+    assert (node.is_hybrid, node.num_local_engines, node.first_engine) == (True, 2, 2)
+    whole = ParallelConfig(data_parallel_size=4, data_parallel_size_local=4, data_parallel_hybrid_lb=True)
+    assert (whole.is_hybrid, whole.is_external) == (False, False), "all engines are here: an ordinary server"
+    single = ParallelConfig(data_parallel_size=4, data_parallel_size_local=1, data_parallel_hybrid_lb=True)
+    assert (single.is_hybrid, single.is_external) == (False, True), "one engine is here: there is nothing to choose"
+    agent = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_start_rank=2, headless=True)
+    assert (agent.is_hybrid, agent.is_external, agent.first_engine) == (False, False, 2)
+
+
+def test_the_executor_follows_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "NOT_BUILT", [])
+    assert ParallelConfig().executor_backend == "uni"
+    both = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert (both.world_size, both.executor_backend) == (6, "mp")
+    assert ParallelConfig(data_parallel_backend="ray").executor_backend == "ray"
+    assert ParallelConfig(distributed_executor_backend="a.b:C", tensor_parallel_size=2).executor_class == "a.b:C"
