@@ -24,11 +24,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
-def set_num_threads(root: Path = Path("/")) -> None:
-    """Limits torch's threads to the CPU quota of the container. OMP_NUM_THREADS, where set, wins."""
+def set_num_threads(root: Path = Path("/"), *, num_workers: int = 1) -> None:
+    """Limits torch's threads to the CPU quota of the container, of which each of `num_workers` has an equal share.
+    OMP_NUM_THREADS, where set, is each worker's."""
     quota = cpu_quota(root)
     if "OMP_NUM_THREADS" not in os.environ and quota is not None and quota < torch.get_num_threads():
         torch.set_num_threads(quota)
+    if "OMP_NUM_THREADS" not in os.environ and num_workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_workers))
 
 
 def release_free_memory(device: torch.device) -> None:

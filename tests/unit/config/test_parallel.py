@@ -63,9 +63,7 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         assert not is_wanted(ParallelConfig())
         assert what.format(c=ParallelConfig())
         assert remedy
-    with pytest.raises(
-        ConfigError, match="--headless is not supported yet: an engine runs on the machine"
-    ):
+    with pytest.raises(ConfigError, match="--headless is not supported yet: an engine runs on the machine"):
         ParallelConfig(headless=True)
 
 
