@@ -25,9 +25,9 @@ from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import Placement, load_weights
+from quire.worker.loader.shards import Sharding
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
-from quire.worker.parallel.shards import Sharding
 from quire.worker.parallel.shm import ShmCollectives
 from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs

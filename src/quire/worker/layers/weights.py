@@ -66,7 +66,7 @@ class Cut(NamedTuple):
 
 @runtime_checkable
 class CutWeights(Protocol):
-    """A module of which one worker has a part of the rows: see worker/parallel/shards.py."""
+    """A module of which one worker has a part of the rows: see worker/loader/shards.py."""
 
     cuts: Mapping[str, Cut]
     """Cuts by the name of a part, as in `ReorderedWeights`."""

@@ -52,6 +52,7 @@ from quire.worker.layers.weights import (
     weight_bytes,
 )
 from quire.worker.loader.packed import MismatchError, WeightCache
+from quire.worker.loader.shards import Sharding
 from quire.worker.loader.stored import (
     MappedFile,
     Stored,
@@ -64,7 +65,6 @@ from quire.worker.loader.stored import (
 from quire.worker.models.decoder import Decoder
 from quire.worker.models.eagle import EagleHead, head_name
 from quire.worker.models.registry import HEADS, get_model_class
-from quire.worker.parallel.shards import Sharding
 from quire.worker.platform import release_free_memory
 from quire.worker.pooler import PooledDecoder
 from quire.worker.quantization.formats import ScatteredGroupsError, StoredFormat, make_format
