@@ -262,8 +262,8 @@ def _check_parallel(config: EngineConfig) -> None:
     why = {
         "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among workers yet",
         f"--spec-method {drafting and drafting.method}": drafting is not None
-        and drafting.model is not None
-        and "a model that drafts cannot be divided among workers yet; ngram and suffix can be used",
+        and (drafting.model is not None or drafting.drafter_cls is not None)
+        and "a model or a class that drafts cannot be divided among workers yet; ngram and suffix can be used",
         f"--runner {model.runner}": model.pooling is not None and "models that pool cannot be divided yet",
         f"the code of transformers, which {model.hf_config.architecture} needs": model.implementation.name
         == TRANSFORMERS

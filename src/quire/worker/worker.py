@@ -32,7 +32,7 @@ from quire.worker.parallel.shm import ShmCollectives
 from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
-from quire.worker.spec_decode.speculation import Speculation, make_speculation
+from quire.worker.spec_decode.speculation import Speculation, follow_warm_up, make_speculation
 
 logger = init_logger(__name__)
 
@@ -217,6 +217,8 @@ class Worker:
         self.runner.execute_dummy_batch()
         if self._speculation is not None:
             self._speculation.warm_up()
+        elif self.config.speculative_config.drafting is not None:
+            follow_warm_up(self.runner)
         stamp("warm-up")
 
     # -- steps --------------------------------------------------------------------------------------------------------
