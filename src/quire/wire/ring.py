@@ -2,7 +2,7 @@
 
 A message is written in chunks, each into a slot; a slot is free again when every reader has passed it, so a message may
 be larger than the ring. A reader that has nothing to read sleeps on its end of a pair of sockets: it sets a flag in the
-ring, and the writer sends one byte. There is no polling.
+ring, and the writer sends one byte. A reader looks by itself twice a second.
 
 Words are written and read whole (aligned, of 8 bytes). Between its flag and its second look a reader passes a memory
 barrier, as the writer does between its word and the flag: one of the two sees the other.
@@ -27,6 +27,8 @@ SLOT_BYTES = 64 << 10
 LINE_BYTES = 64
 FULL_LOOK_S = 0.0005
 """Interval at which a writer looks for room in a ring that is full."""
+LOOK_S = 0.5
+"""Longest sleep of a reader: not every processor makes a lock a whole memory barrier, and a byte might not be sent."""
 _WORD = struct.Struct("<Q")
 _CHUNK = struct.Struct("<II")
 """Before each chunk: its bytes, and 1 if it is the last of its message."""
@@ -180,7 +182,7 @@ class RingReader(_Ring):
 
     def _sleep(self, timeout_s: float | None) -> bool:
         if self.begin_sleep():
-            select.select([self.waker], [], [], timeout_s)
+            select.select([self.waker], [], [], LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
             return self.end_sleep()
         return True
 

@@ -187,6 +187,8 @@ class Worker:
         if self._adapters is not None:  # the engine takes their memory out of what is returned
             useful += adapters_share(useful, self.config.lora_config)
         mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
+        if self._collectives is not None:  # not taken before the first large step
+            mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         free = max(0, host.available_cpu_memory() - mapped_bytes)
         return host.cpu_kv_cache_bytes(free, useful) // self.group.size
 

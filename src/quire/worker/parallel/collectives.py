@@ -23,6 +23,8 @@ class Collectives(ABC):
     max_rows: int
     """Rows of the largest result: tokens of a step."""
     copy: CopyKernel
+    row_bytes: dict[str, int]
+    """Bytes of a row of each buffer of results, by its name: memory that the first large step will take."""
 
     @abstractmethod
     def shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -68,6 +70,8 @@ class Gather:
         self.start, self.end, self.width = start, end, width
         self._collectives, self._name = collectives, name
         self._copies, self._guards = copies, guards
+        if not guards:  # the logits of all tokens are never wanted
+            collectives.row_bytes[name] = 2 * width
 
     def compute(self, num_rows: int, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
         """Returns the whole result, [num_rows, width]. `fill` gets this worker's columns of it, to be written."""
