@@ -13,7 +13,6 @@ import json
 import operator
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,6 @@ from quire.engine.kv_cache.sizing import initialize_kv_caches
 from quire.resolve import resolve
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import CachedRequestData, NewRequestData, SchedulerOutput
-from quire.wire.shared_memory import WORKERS_FILE_BYTES, make_shared_file
-from quire.wire.topology import Group, GroupKind
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 NUM_REQS, CONTEXT, PREFILL, STEPS = 8, 200, 512, 12
@@ -96,35 +93,13 @@ def round_trip(executor: Executor, num_bytes: int, count: int = 2000) -> list[fl
     return sorted(times)
 
 
-def barrier_times(count: int = 20_000) -> list[float]:
-    """Returns the times of a barrier of two threads with nothing else to do, sorted."""
-    from quire.worker.kernels.library import Context, native_library  # torch is loaded for this alone
-    from quire.worker.kernels.native import NativeKernels
-    from quire.worker.parallel.shm import ShmCollectives
-
-    library, fd = native_library(), make_shared_file(WORKERS_FILE_BYTES)
-    assert library is not None
-    name = library.instruction_sets()[0]
-    members = [
-        ShmCollectives(fd, Group(GroupKind.TENSOR, (0, 1), i), NativeKernels(Context(library, 1, name)), 16)
-        for i in range(2)
-    ]
-    times = list[float]()
-
-    def work(i: int) -> None:
-        ready, own = members[i]._barrier, list[float]()
-        for _ in range(count):
-            start = time.perf_counter()
-            ready()
-            own.append(time.perf_counter() - start)
-        if i == 0:
-            times.extend(own)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def time_barriers(worker: Any, count: int) -> list[float]:
+    """Returns the times of barriers with nothing else to do, sorted. Runs in every worker."""
+    ready, times = worker._collectives.ready, list[float]()
+    for _ in range(count):
+        start = time.perf_counter()
+        ready()
+        times.append(time.perf_counter() - start)
     return sorted(times)
 
 
@@ -156,9 +131,11 @@ def main() -> None:
             f"speed {single / many:.3f} of one worker's"
         )
     show("a call of all workers, 10 KB", round_trip(several.executor, 10_000))
+    show(
+        "a barrier", several.executor.collective_rpc("call_function", args=("parallel:time_barriers", [20_000], {}))[0]
+    )
     one.executor.shutdown()
     several.executor.shutdown()
-    show("a barrier of two threads", barrier_times())
 
 
 if __name__ == "__main__":
