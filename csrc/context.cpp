@@ -44,7 +44,7 @@ int64_t qk_struct_size(int32_t n) {
                                  sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_layer_norm_args), sizeof(qk_rotate_args),     sizeof(qk_activation_args),
                                  sizeof(qk_gather_args),     sizeof(qk_route_args),  sizeof(qk_experts_args),
-                                 sizeof(qk_attention_args),  sizeof(qk_step_args),   sizeof(qk_sample_args),
+                                 sizeof(qk_attention_args),  sizeof(qk_step_args),   sizeof(qk_barrier_args),     sizeof(qk_sample_args),
                                  sizeof(qk_logprobs_args)};
     return n >= 0 && n < int32_t(sizeof sizes / sizeof *sizes) ? sizes[n] : 0;
 }

@@ -94,10 +94,12 @@ void qk_gather(qk_context* context, const qk_gather_args* args) {
     auto work = [&](int64_t begin, int64_t end, int) {
         for (int64_t row = begin; row < end; ++row) {
             char* y = static_cast<char*>(a.y) + row * row_bytes;
+            const int64_t id = a.ids[row] - a.first;
+            if (a.count && (id < 0 || id >= a.count)) continue;
             if (a.packed)
-                Panel::unpack_row(shape, a.table, a.ids[row] / BLOCK, a.ids[row] % BLOCK, y);
+                Panel::unpack_row(shape, a.table, id / BLOCK, id % BLOCK, y);
             else
-                memcpy(y, static_cast<const char*>(a.table) + a.ids[row] * row_bytes, size_t(row_bytes));
+                memcpy(y, static_cast<const char*>(a.table) + id * row_bytes, size_t(row_bytes));
         }
     };
     context->parallel(a.rows, 8, work);

@@ -20,6 +20,8 @@ void qk_plan::add(const qk_activation_args& args) { append(ACTIVATION, args.rows
 void qk_plan::add(const qk_route_args& args) { append(ROUTE, args.tokens).route = args; }
 void qk_plan::add(const qk_experts_args& args) { append(EXPERTS, args.tokens).experts = args; }
 
+void qk_plan::add(const qk_barrier_args& args) { append(BARRIER, example_.num_tokens).barrier = args; }
+
 void qk_plan::add(const qk_gather_args& args) {
     if (args.ids != example_.ids && args.ids != example_.positions) is_whole_ = false;
     Call& call = append(GATHER, args.rows);
@@ -51,7 +53,7 @@ void qk_plan::put_batch(qk_attention_args& args, const qk_attention_args& batch)
     args.slots = batch.slots;
 }
 
-void qk_plan::run(qk_context& context, const qk_step_args& step) {
+int32_t qk_plan::run(qk_context& context, const qk_step_args& step) {
     for (Call& call : calls_) switch (call.kind) {
             case LINEAR:
                 call.linear.m = step.num_tokens;
@@ -99,7 +101,11 @@ void qk_plan::run(qk_context& context, const qk_step_args& step) {
                 put_batch(call.attention, *step.batches[call.batch]);
                 qk_attention(&context, &call.attention);
                 break;
+            case BARRIER:
+                if (const int32_t failure = qk_barrier(&context, &call.barrier)) return failure;
+                break;
         }
+    return 0;
 }
 
 qk_plan* qk_begin_plan(qk_context* context, const qk_step_args* example) {
@@ -111,5 +117,5 @@ int32_t qk_end_plan(qk_context* context) {
     context->recording = nullptr;
     return is_whole;
 }
-void qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step) { plan->run(*context, *step); }
+int32_t qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step) { return plan->run(*context, *step); }
 void qk_destroy_plan(qk_plan* plan) { delete plan; }

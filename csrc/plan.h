@@ -22,12 +22,13 @@ struct qk_plan {
     void add(const qk_route_args& args);
     void add(const qk_experts_args& args);
     void add(const qk_attention_args& args);
+    void add(const qk_barrier_args& args);
 
     bool is_whole() const { return is_whole_; }
-    void run(qk_context& context, const qk_step_args& step);
+    int32_t run(qk_context& context, const qk_step_args& step);
 
   private:
-    enum Kind { LINEAR, BATCHED_LINEAR, QUANTIZED_LINEAR, RMS_NORM, LAYER_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION };
+    enum Kind { LINEAR, BATCHED_LINEAR, QUANTIZED_LINEAR, RMS_NORM, LAYER_NORM, ROTATE, ACTIVATION, GATHER, ROUTE, EXPERTS, ATTENTION, BARRIER };
     struct Call {
         Kind kind;
         int64_t batch;      // of an attention
@@ -44,6 +45,7 @@ struct qk_plan {
             qk_route_args route;
             qk_experts_args experts;
             qk_attention_args attention;
+            qk_barrier_args barrier;
         };
     };
 

@@ -30,6 +30,7 @@ FAILPOINTS: dict[str, str] = {
     "lora.install": "worker: an adapter is loaded, before a step begins; the key is its name",
     "lora.remove": "worker: an adapter's slots are not emptied yet; the key is its name",
     "kernels.trial": "the process that tries out an instruction set has begun",
+    "worker.step": "a worker has read a call of a step; the key is the verb",
     "client.add.journaled": "frontend: a request is in the journal, not yet sent",
     "client.output.received": "frontend: outputs have arrived, the journal has not seen them",
     "frontend.stats.record": "frontend: before a statistics logger is told of anything",

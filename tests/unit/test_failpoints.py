@@ -9,7 +9,14 @@ import quire
 from quire.failpoints import FAILPOINTS
 
 PACKAGE = Path(quire.__file__).parent
-WHERE = {"frontend": "frontend", "core": "engine", "client": "frontend", "kernels": "worker", "lora": "worker"}
+WHERE = {
+    "worker": "worker",
+    "frontend": "frontend",
+    "core": "engine",
+    "client": "frontend",
+    "kernels": "worker",
+    "lora": "worker",
+}
 """First word of a failpoint -> folder."""
 PLACES = {
     "core.start": ("proc.py", "run_engine_core"),
@@ -29,6 +36,7 @@ PLACES = {
     "lora.install": ("table.py", "_apply_changes"),
     "lora.remove": ("table.py", "_remove"),
     "kernels.trial": ("trial.py", "main"),
+    "worker.step": ("proc.py", "_serve"),
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),
     "client.resume": ("link_thread.py", "_receive_ready"),

@@ -60,7 +60,9 @@ from quire.wire.stats import (
     SpecDecodeMetrics,
     SpecDecodingStats,
 )
+from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
+from quire.wire.worker_calls import WorkerCall, WorkerReply
 
 LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
 ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16, [7, 8])
@@ -288,6 +290,10 @@ FULL: dict[str, Any] = {
     "KVCacheConfig": KVCacheConfig(
         8, [KVCacheTensor(4096, ["layer.0"])], [KVCacheGroupSpec(["layer.0"], FULL_SPEC)], [EXTRA_LAYER]
     ),
+    "Topology": Topology(2, 3, 4, 5, expert_parallel=True),
+    "Group": Group(GroupKind.TENSOR, (4, 5), 1),
+    "WorkerCall": WorkerCall(7, "execute_model"),
+    "WorkerReply": WorkerReply(7, "ModelLoadError", "it does not fit", is_fatal=True, is_echo=True),
     "CurveKeys": CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,

@@ -251,6 +251,28 @@ def _check_combination(config: EngineConfig) -> None:
             f"could never run; raise the budget, lower --max-model-len{remedy}"
         )
     _check_context(model)
+    _check_parallel(config)
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    """Raises ConfigError for what several workers of an engine cannot do together yet."""
+    model, size, drafting = config.model_config, config.parallel_config.world_size, config.speculative_config.drafting
+    if size == 1:
+        return
+    why = {
+        "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among workers yet",
+        f"--spec-method {drafting and drafting.method}": drafting is not None
+        and (drafting.model is not None or drafting.drafter_cls is not None)
+        and "a model or a class that drafts cannot be divided among workers yet; ngram and suffix can be used",
+        f"--runner {model.runner}": model.pooling is not None and "models that pool cannot be divided yet",
+        f"the code of transformers, which {model.hf_config.architecture} needs": model.implementation.name
+        == TRANSFORMERS
+        and "its modules cannot be divided among workers",
+        "--device cuda": config.device_config.device == "cuda" and "only CPUs compute with several workers yet",
+    }
+    for what, reason in why.items():
+        if reason:
+            raise ConfigError(f"{what}: {reason}; leave it out, or --tensor-parallel-size {size}")
 
 
 def _check_context(model: ModelConfig) -> None:

@@ -16,7 +16,10 @@ from quire.errors import ConfigError
 
 LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
 """Imported before torch, it leaves out what our workers do not use, but transformers does."""
-EXECUTORS: dict[str, str] = {"uni": "quire.engine.executor.uniproc:UniProcExecutor"}
+EXECUTORS: dict[str, str] = {
+    "mp": "quire.engine.executor.multiproc:MultiprocExecutor",
+    "uni": "quire.engine.executor.uniproc:UniProcExecutor",
+}
 """Executors by the name of --distributed-executor-backend."""
 MAX_ENGINES = 1024
 _PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": 65535}
@@ -282,13 +285,7 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 
 _ONE_WORKER = "one worker computes the whole model; choose a smaller type with --quantization if it does not fit"
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
-    (lambda c: c.tensor_parallel_size > 1, "--tensor-parallel-size {c.tensor_parallel_size}", _ONE_WORKER),
     (lambda c: c.pipeline_parallel_size > 1, "--pipeline-parallel-size {c.pipeline_parallel_size}", _ONE_WORKER),
-    (
-        lambda c: c.distributed_executor_backend == "mp",
-        "--distributed-executor-backend mp",
-        "the worker lives in the engine's process; leave it out",
-    ),
     (
         lambda c: c.executor_backend in ("ray", "external_launcher"),
         "executor {c.executor_backend}",

@@ -167,11 +167,14 @@ class ModelRunner:
             output = self.pooler.pool(req_ids, inputs, hidden)
             self._is_in_step = False
             return output
+        logits = self._compute_logits(inputs, hidden)
+        if logits is not None and self.sampler.exchange is not None and self.sampler.prompts.wanted:
+            logits = logits.clone()  # the logits of prompts take their place in the buffer of all workers
         self._pending = PendingStep(
             inputs,
             req_ids,
             hidden,
-            self._compute_logits(inputs, hidden),
+            logits,
             self.sampler.score_prompts(inputs, req_ids, hidden, functools.partial(self._logits_of_one, inputs)),
             drafts,
             tuple(tapped),

@@ -24,12 +24,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
-def set_num_threads(root: Path = Path("/"), num_engines: int = 1) -> None:
-    """Limits torch's threads to the CPU quota of the container, divided among the engines of this machine.
-    OMP_NUM_THREADS, where set, wins: for each engine."""
+def set_num_threads(root: Path = Path("/"), num_shares: int = 1) -> None:
+    """Limits torch's threads to the CPU quota of the container, of which each of
+    `num_shares` workers has an equal share. OMP_NUM_THREADS, where set, is each worker's."""
     present = torch.get_num_threads()
     quota = cpu_quota(root)
-    share = max(1, min(present, present if quota is None else quota) // num_engines)
+    share = max(1, min(present, present if quota is None else quota) // num_shares)
     if "OMP_NUM_THREADS" not in os.environ and share < present:
         torch.set_num_threads(share)
 

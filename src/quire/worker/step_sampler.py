@@ -14,6 +14,7 @@ from quire import envs
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import GrammarOutput, LogprobsTensors, ModelRunnerOutput, NewRequestData
 from quire.worker.input_batch import InputBatch, StepInputs
+from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.metadata import Rows, SamplingMetadata, SamplingTable
 from quire.worker.sample.sampler import apply_grammar_bitmask, sample
@@ -49,6 +50,8 @@ class StepSampler:
         self._key: tuple[int, bytes] | None = None
         """The version of the batch and the rows that `_metadata` was made for."""
         self._metadata: SamplingMetadata | None = None
+        self.exchange: TokenExchange | None = None
+        """Passes tokens among the workers that compute the step together; None: there is one worker."""
 
     def forget_batch(self) -> None:
         """Drops what was made for a batch. Must be called when another batch takes its place."""
@@ -85,6 +88,11 @@ class StepSampler:
         sampling = step.inputs.sampling.tolist()
         req_ids = [step.req_ids[i] for i in sampling]  # one for each row of the logits
         rows = step.inputs.rows[step.inputs.sampling]
+        if self.exchange is not None and not self.exchange.is_leader:
+            for i, row, token_ids in zip(sampling, rows.tolist(), self.exchange.receive(len(sampling)), strict=True):
+                batch.extend_tokens(row, token_ids)
+                output.sampled_token_ids[i] = token_ids
+            return output
         num_nans = logits.isnan().sum(dim=-1).tolist() if self._counts_nans else None
         if grammar_output is not None:
             _apply_grammar(logits, grammar_output, req_ids, step.drafts)
@@ -103,6 +111,8 @@ class StepSampler:
                 batch.extend_tokens(row, token_ids)
                 output.sampled_token_ids[i] = token_ids
             firsts, logprobs = runs.firsts.tolist(), verified.logprobs
+        if self.exchange is not None:
+            self.exchange.send([output.sampled_token_ids[i] for i in sampling])
         output.logprobs = {req_ids[row]: lists for row, lists in logprobs.items()}
         if num_nans is not None:
             for i, first, req_id in zip(sampling, firsts, req_ids, strict=True):
@@ -118,6 +128,8 @@ class StepSampler:
 
     def sample_dummy(self, logits: Tensor) -> None:
         """Samples a token of each row, as requests with top-p would."""
+        if self.exchange is not None and not self.exchange.is_leader:
+            return
         n = len(logits)
         table = SamplingTable(n)
         for row in range(n):

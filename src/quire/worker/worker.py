@@ -19,16 +19,21 @@ from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.wire.topology import Group, GroupKind, Topology
 from quire.worker import host, platform
+from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
 from quire.worker.loader import Placement, load_weights
+from quire.worker.loader.shards import Sharding
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
+from quire.worker.parallel.shm import ShmCollectives
+from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
-from quire.worker.spec_decode.speculation import Speculation, make_speculation
+from quire.worker.spec_decode.speculation import Speculation, follow_warm_up, make_speculation
 
 logger = init_logger(__name__)
 
@@ -40,10 +45,14 @@ class Worker:
     was fitted), initialize_from_config, compile_or_warm_up_model, then steps.
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, shared_file: int | None = None) -> None:
+        """`shared_file`: descriptor of the file that the workers of an engine share, if there are several."""
         stamp("torch")  # the executor has just imported this module and, with it, torch
         self.config = config
         self.rank = rank
+        self._shared_file = shared_file
+        self._collectives: ShmCollectives | None = None
+        """None: this worker has no others."""
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
         self._speculation: Speculation | None = None
@@ -61,12 +70,32 @@ class Worker:
         self.dtype = platform.resolve_dtype(model, self.device)
         self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
         if self.device.type == "cpu":
-            platform.set_num_threads(num_engines=self.config.parallel_config.num_local_engines)
+            platform.set_num_threads(num_shares=self.group.size * self.config.parallel_config.num_local_engines)
         self.kernels = choose_kernels(self.device, self.dtype, torch.get_num_threads())
+        if self.group.size > 1 and self.device.type != "cpu":
+            raise ConfigError(
+                f"--tensor-parallel-size {self.group.size}: several workers need a CPU so far; use --device cpu"
+            )
+        if self.group.size > 1:
+            self._collectives = self._join_others()
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
         names = self.kernels.name, self.backend.name
         logger.info("worker: device %s, %s, %s kernels, %s attention", self.device, self.dtype, *names)
+        if self._collectives is not None and isinstance(self.backend, NativeAttentionBackend):
+            self.backend.agree = self._collectives.agree
         stamp("kernels")
+
+    def _join_others(self) -> ShmCollectives:
+        """Returns the collectives of this worker and those beside it."""
+        assert self._shared_file is not None, "an executor of several workers gives them a file"
+        scheduler, threads = self.config.scheduler_config, torch.get_num_threads() * self.group.size
+        rows = max(scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs or 0)
+        return ShmCollectives(self._shared_file, self.group, self.kernels, rows, num_threads=threads)
+
+    @property
+    def group(self) -> Group:
+        """The workers that share each layer with this one."""
+        return Topology(tp=self.config.parallel_config.tensor_parallel_size).group(GroupKind.TENSOR, self.rank)
 
     @property
     def runner(self) -> ModelRunner:
@@ -81,7 +110,8 @@ class Worker:
         model, scheduler = self.config.model_config, self.config.scheduler_config
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
-        placement = Placement(self.device, self.dtype, self.kernels)
+        sharding = None if self._collectives is None else Sharding(self._collectives)
+        placement = Placement(self.device, self.dtype, self.kernels, sharding)
         loaded = load_weights(model, self.config.load_config, placement)
         if model.enable_prompt_embeds and not getattr(loaded.model, "takes_prompt_embeds", False):
             raise ConfigError(
@@ -101,12 +131,14 @@ class Worker:
             dtype=self.dtype,
             pooling=model.pooling,
         )
+        if self._collectives is not None:
+            self._runner.sampler.exchange = TokenExchange(self._collectives)
         if self.config.lora_config.enable_lora:
             self._adapters = self._runner.adapters = self._make_adapters(loaded.model, placement)
             if self._runner.pooler is not None:
                 self._runner.pooler.adapters = self._adapters
         drafting = self.config.speculative_config.drafting
-        if drafting is not None:
+        if drafting is not None and self.group.index == 0:  # the others get drafts with the step
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
         if self._draft_model is not None:
             self.loaded.append(self._draft_model.loaded)
@@ -146,7 +178,7 @@ class Worker:
         """Returns the bytes for the KV cache: --kv-cache-memory-bytes, or what weights and the largest step leave."""
         cache = self.config.cache_config
         if cache.kv_cache_memory_bytes is not None and cache.kv_cache_memory_bytes >= 0:
-            return cache.kv_cache_memory_bytes
+            return cache.kv_cache_memory_bytes // self.group.size
         if self.device.type == "cpu":
             return self._available_cpu_memory()
         return self._available_cuda_memory(cache.gpu_memory_utilization)
@@ -156,11 +188,14 @@ class Worker:
         specs = [*self.get_kv_cache_spec().values(), *self.get_draft_kv_cache_spec().values()]
         block_bytes = sum(spec.page_size_bytes for spec in specs)
         useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
+        useful *= self.group.size
         if self._adapters is not None:  # the engine takes their memory out of what is returned
             useful += adapters_share(useful, self.config.lora_config)
         mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
+        if self._collectives is not None:  # not taken before the first large step
+            mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
-        return host.cpu_kv_cache_bytes(free, useful)
+        return host.cpu_kv_cache_bytes(free, useful) // self.group.size
 
     def _available_cuda_memory(self, utilization: float) -> int:
         torch.cuda.empty_cache()
@@ -189,6 +224,8 @@ class Worker:
         self.runner.execute_dummy_batch()
         if self._speculation is not None:
             self._speculation.warm_up()
+        elif self.config.speculative_config.drafting is not None:
+            follow_warm_up(self.runner)
         stamp("warm-up")
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -316,6 +353,8 @@ class Worker:
             for model in self.loaded:
                 model.cache.close()
         self._runner = self._speculation = self._adapters = None
+        if self._collectives is not None:
+            self._collectives.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -67,6 +67,8 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
     def __init__(self, kernels: Kernels) -> None:
         assert isinstance(kernels, NativeKernels)
         self.context = kernels.context
+        self.agree: Callable[[int], int] = lambda value: value
+        """Returns the least value of all workers that compute a step together."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
@@ -187,17 +189,19 @@ class StepPlanner:
         """Makes a plan and runs the step both ways."""
         self._plan = None
         expected = self._model(input_ids, positions, *inputs)
+        plan: Plan | None = None
         try:
             plan = self._record(context, inputs)
         except NotPlannableError as e:
             self._max_num_tokens = 0
             logger.debug("steps are not planned: %s", e)
-            return expected
-        if input_ids.shape[0] > self._max_num_tokens:
+        self._max_num_tokens = self._backend.agree(self._max_num_tokens)
+        if plan is None or input_ids.shape[0] > self._max_num_tokens:
             return expected
         found = plan.run(input_ids, positions, [metadata.args for metadata in context.metadata], *inputs)
         pairs = zip(_all_states(found), _all_states(expected), strict=True)
-        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+        is_same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        if not self._backend.agree(is_same):
             self._max_num_tokens = 0
             logger.warning("steps are not planned: the plan of this model does not repeat its results")
             return expected

@@ -7,13 +7,14 @@ beside it; torch's matrix products do not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.barrier import PollingBarrier
 from quire.worker.kernels.lora import AdapterBatch, AdapterSite, LowRank, LowRankShape, PackedLowRank, Take
 from quire.worker.kernels.packs import Packs
 from quire.worker.kernels.specs import (
@@ -36,8 +37,9 @@ class LinearKernel(Protocol):
     site: AdapterSite | None
     """Adapters of this map, made by the same `Kernels` for its sizes and the type of x; None, at first: none."""
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [n, in_features] to [n, out_features]; `residual`, of that shape, is added last."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x: [n, in_features] to [n, out_features]; `residual`, of that shape, is added last. `out`, of that shape,
+        gets the result; its rows need not be adjacent."""
         ...
 
 
@@ -53,8 +55,13 @@ class EmbeddingKernel(Protocol):
         """ids: [n] int64 to [n, dim]; `residual`, of that shape, is added."""
         ...
 
-    def project(self, x: Tensor) -> Tensor:
-        """x: [n, dim] to its product with every row, [n, num_embeddings] float32."""
+    def lookup_share(self, ids: Tensor, first: int, out: Tensor) -> None:
+        """Writes the vectors of those ids that the table holds, whose first row is for id `first`, into their rows of
+        `out`, [n, dim]. Other rows stay as they are."""
+        ...
+
+    def project(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [n, dim] to its product with every row, [n, num_embeddings] float32. `out` is as in LinearKernel."""
         ...
 
 
@@ -72,6 +79,14 @@ class RotationKernel(Protocol):
     def __call__(self, query: Tensor, key: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor]:
         """query: [n, num_heads * head_size]; key: [n, num_kv_heads * head_size], or no heads; `angles` of the n
         tokens; None for no rotation. May write into query and key; use the returned tensors."""
+        ...
+
+
+class CopyKernel(Protocol):
+    """Copies rows."""
+
+    def __call__(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """x: [n, dim]; `out`, of that shape, gets the copy; None: a new tensor."""
         ...
 
 
@@ -233,6 +248,14 @@ class Kernels(ABC):
     ) -> ExpertsKernel:
         """Makes the experts of quantized weights: one matrix for each expert, all matrices of a list of one kind.
         Kernels that pack do not keep a reference to them."""
+
+    def copier(self) -> CopyKernel:
+        """Makes the kernel that copies rows."""
+        return lambda x, out=None: x.clone() if out is None else out.copy_(x)
+
+    def barrier(self, words: Tensor, rank: int, size: int, spin_ns: int) -> Callable[[], None]:
+        """Makes the barrier of the ranks that share `words`, which raises BarrierError."""
+        return PollingBarrier(words, rank, size)
 
     @abstractmethod
     def sampling(self) -> SamplingKernel:

@@ -5,7 +5,7 @@ Each kernel holds the struct its C function takes, filled in once; a call sets w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from typing import ClassVar
@@ -13,9 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.barrier import NativeBarrier
 from quire.worker.kernels.base import (
     ActivationKernel,
     BatchedLinearKernel,
+    CopyKernel,
     EmbeddingKernel,
     ExpertsKernel,
     Kernels,
@@ -173,6 +175,12 @@ class NativeKernels(Kernels):
         first = QuantizedBlock(self.context, gate_up, is_gated=True, halves_alternate=spec.halves_alternate)
         return NativeExperts(self.context, first, QuantizedBlock(self.context, down, is_gated=False), spec, biases)
 
+    def copier(self) -> CopyKernel:
+        return NativeActivation(self.context)
+
+    def barrier(self, words: Tensor, rank: int, size: int, spin_ns: int) -> Callable[[], None]:
+        return NativeBarrier(self.context, words, rank, size, spin_ns)
+
     def sampling(self) -> SamplingKernel:
         return NativeSampling(self.context)
 
@@ -256,11 +264,11 @@ class NativeLinear(AdaptedLinear):
         self._widen = NativeActivation(matrix.context, torch.float32)
         super().__init__(matrix.context, self._args, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x) if x.dtype == self._matrix.dtype else self._widen(x)
         args, n = self._args, x.shape[0]
-        y = self._empty((n, self._matrix.n), dtype=self._out_dtype)
-        args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
+        y = self._empty((n, self._matrix.n), dtype=self._out_dtype) if out is None else out
+        args.m, args.x, args.x_stride, args.y, args.y_stride = n, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)
         residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
         return y
@@ -306,9 +314,17 @@ class NativeEmbedding:
         self._context.library.cdll.qk_gather(self._context.handle, byref(args))
         return y if residual is None else self._add(y, None, residual)
 
-    def project(self, x: Tensor) -> Tensor:
+    def lookup_share(self, ids: Tensor, first: int, out: Tensor) -> None:
+        args = self._args
+        args.rows, args.ids, args.y, args.first, args.count = (
+            *(ids.shape[0], ids.data_ptr(), out.data_ptr()),
+            *(first, self._num_rows),
+        )
+        self._context.library.cdll.qk_gather(self._context.handle, byref(args))
+
+    def project(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         assert self._head is not None, "this table is no logits head"
-        return self._head(x)
+        return self._head(x, out=out)
 
 
 def copy_table(context: Context, table: Tensor) -> Tensor:

@@ -175,13 +175,13 @@ class NativeQuantizedLinear(AdaptedLinear):
         linear: Structure = self._args.linear
         super().__init__(matrix.context, linear, matrix.k, matrix.n * (2 if matrix.is_gated else 1))
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = with_packed_rows(x)
         args, n = self._args.linear, x.shape[0]
         out_dtype = torch.float32 if self._spec.float32_output else x.dtype
-        y = torch.empty((n, self._matrix.n), dtype=out_dtype)
+        y = torch.empty((n, self._matrix.n), dtype=out_dtype) if out is None else out
         args.dtype, args.out_dtype = DTYPES[x.dtype], DTYPES[out_dtype]
-        args.m, args.x, args.x_stride, args.y = n, x.data_ptr(), x.stride(0), y.data_ptr()
+        args.m, args.x, args.x_stride, args.y, args.y_stride = n, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)
         residual = set_residual(args, residual)
         self._function(self._handle, self._pointer)
         return y

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.worker.kernels.barrier import check_barrier
 from quire.worker.kernels.library import DTYPES, AttentionArgs, Context, StepArgs
 from quire.worker.kernels.native import NativeActivation
 
@@ -179,10 +180,10 @@ class Plan:
         self, ids: Tensor, positions: Tensor, batches: Sequence[Structure], *inputs: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
         """Runs the plan. ids, positions: [n] int64, at most as many as it was made for; inputs: [n, dim]. Returns
-        [n, dim], or several, which the next run overwrites."""
+        [n, dim], or several, which the next run overwrites. Raises BarrierError."""
         n, result = ids.shape[0], self._result
         for place, rows in zip(self._inputs, inputs, strict=True):
             place[:n].copy_(rows)
         self._put(ids, positions, batches)
-        self._context.library.cdll.qk_run_plan(self._context.handle, self._handle, byref(self._step))
+        check_barrier(self._context.library.cdll.qk_run_plan(self._context.handle, self._handle, byref(self._step)))
         return tuple(rows[:n] for rows in result) if isinstance(result, tuple) else result[:n]

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 12
+#define QK_ABI_VERSION 13
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -267,6 +267,8 @@ typedef struct {
     const int64_t* ids;
     void* y; /* [rows, dim] */
     const qk_adapter_site* adapters; /* of a layer whose inputs are 1 at a row's id and 0 elsewhere; NULL for none */
+    int64_t first, count; /* the table holds `count` rows, and the first of them has this id; rows of y for other ids stay as they are.
+                           * count 0: all ids */
 } qk_gather_args;
 QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 
@@ -381,8 +383,25 @@ typedef struct qk_plan qk_plan;
 QK_EXPORT qk_plan* qk_begin_plan(qk_context* context, const qk_step_args* example);
 /* 0 if some call was not for each token, or for other ids, positions or batches: such a plan must not be run. */
 QK_EXPORT int32_t qk_end_plan(qk_context* context);
-QK_EXPORT void qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step);
+/* 0, or what a barrier of the plan returned: then the calls after it were not run. */
+QK_EXPORT int32_t qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step);
 QK_EXPORT void qk_destroy_plan(qk_plan* plan);
+
+/* -- barriers: workers that compute a step together, each in a process of its own ----------------------------------------- */
+
+enum { QK_BARRIER_ABORTED = 1, QK_BARRIER_LATE = 2 };
+
+typedef struct {
+    /* `words` is memory that all of them share, zeroes at first: a cache line whose first int32 is set to 1 by one that sees another
+     * fail (the abort word); then a line for each rank: int32 generation, int32 sleepers, int64 barriers, int64 nanoseconds waited. */
+    int32_t rank, size;
+    int64_t spin_ns;    /* time to look before sleeping */
+    int64_t timeout_ms;
+    void* words;
+} qk_barrier_args;
+/* Returns once all ranks have called it as often as this one: 0. All they wrote before is visible then. QK_BARRIER_ABORTED if the
+ * abort word is set, QK_BARRIER_LATE after the timeout. May be recorded. */
+QK_EXPORT int32_t qk_barrier(qk_context* context, const qk_barrier_args* args);
 
 /* -- from logits to tokens -------------------------------------------------------------------------------------------- */
 

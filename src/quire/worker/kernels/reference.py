@@ -151,14 +151,14 @@ class TorchLinear:
         self._sums = LinearSpec(float32_output=True, float32_inputs=spec.float32_inputs)
         self.site: AdapterSite | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         y = self._function(x, residual, bias=self._bias, spec=self._spec)
         if self.site is not None:
             assert isinstance(self.site, TorchAdapterSite)
             for rows, low_rank in self.site.segments(len(x)):
                 sums = self._function(x[rows], bias=None, spec=self._sums) + low_rank.multiply(x[rows])
                 y[rows] = finish(sums, None if residual is None else residual[rows], self._bias, self._spec, y.dtype)
-        return y
+        return y if out is None else out.copy_(y)
 
 
 class TorchEmbedding:
@@ -185,8 +185,12 @@ class TorchEmbedding:
                 y[rows] += low_rank.look_up(ids[rows])
         return y if residual is None else residual + y
 
-    def project(self, x: Tensor) -> Tensor:
-        return self._head(x)
+    def lookup_share(self, ids: Tensor, first: int, out: Tensor) -> None:
+        rows = ((ids >= first) & (ids < first + len(self._table))).nonzero()[:, 0]
+        out[rows] = self._table[ids[rows] - first]
+
+    def project(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._head(x, out=out)
 
 
 def linear(

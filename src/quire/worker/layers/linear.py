@@ -13,7 +13,8 @@ from quire.worker.kernels.base import ActivationKernel, EmbeddingKernel, Kernels
 from quire.worker.kernels.lora import AdapterSite
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import PLAIN, LinearSpec, XieluSpec, get_activation
-from quire.worker.layers.weights import KernelModule, forget, weight
+from quire.worker.layers.weights import Cut, KernelModule, forget, weight
+from quire.worker.parallel.collectives import Gather
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
 
@@ -40,6 +41,9 @@ class Linear(KernelModule):
         self.scheme: QuantizationScheme | None = None
         self._stored: QuantizedWeight | None = None
         self.quantized_bytes: int | None = None
+        self.cuts: Mapping[str, Cut] = {}
+        self.gather: Gather | None = None
+        """The result that this worker computes a part of; None: the layer's outputs are all of it."""
         self._site: AdapterSite | None = None
         self._kernel: LinearKernel | None = None
 
@@ -57,6 +61,38 @@ class Linear(KernelModule):
             yield
         finally:
             self._kernel = own
+
+    @property
+    def part_sizes(self) -> dict[str, int]:
+        """Rows of each part; a single matrix has an empty name."""
+        return {"": self.weight.shape[0]}
+
+    def cut(self, rows: Mapping[str, Tensor], gather: Gather | None) -> None:
+        """Leaves this worker those rows of each part. Must be called before there are weights."""
+        self.cuts = {part: Cut(own, self.part_sizes[part]) for part, own in rows.items()}
+        num_rows, in_features = sum(map(len, rows.values())), self.weight.shape[1]
+        self.weight = weight(num_rows, in_features)
+        self.bias = None if self.bias is None else weight(num_rows)
+        self.gather = gather
+
+    @property
+    def out_features(self) -> int:
+        """Elements of the output."""
+        return self.weight.shape[0] // (2 if self.spec.gated else 1)
+
+    def cut_outputs(self, gather: Gather) -> None:
+        """Leaves this worker the rows that make its columns of the result."""
+        own = torch.arange(gather.start, gather.end, device="cpu")
+        rows, start = dict[str, Tensor](), 0
+        for part, size in self.part_sizes.items():
+            if not self.spec.gated:
+                rows[part] = own[(own >= start) & (own < start + size)] - start
+            elif size == self.out_features:  # gates, or what they gate
+                rows[part] = own
+            else:
+                rows[part] = torch.cat([own, own + self.out_features])
+            start += size
+        self.cut(rows, gather)
 
     def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
         prefix, tensors = path + "." if path else "", dict(self.named_parameters(recurse=False))
@@ -101,7 +137,12 @@ class Linear(KernelModule):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [num_tokens, in_features] to [num_tokens, out_features]; `residual`, of that shape, is added."""
-        return (self._kernel or self.prepare(TORCH_KERNELS))(x, residual)
+        kernel, gather = self._kernel or self.prepare(TORCH_KERNELS), self.gather
+        if gather is None:
+            return kernel(x, residual)
+        own = None if residual is None else residual[:, gather.start : gather.end]
+        dtype = torch.float32 if self.spec.float32_output else self.weight.dtype
+        return gather.compute(x.shape[0], dtype, lambda out: kernel(x, own, out))
 
 
 class PackedLinear(Linear):
@@ -113,6 +154,14 @@ class PackedLinear(Linear):
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False, spec: LinearSpec = PLAIN) -> None:
         super().__init__(in_features, sum(parts.values()) // (2 if spec.gated else 1), bias, spec)
         self.parts = parts
+
+    @property
+    def part_sizes(self) -> dict[str, int]:
+        return self.parts
+
+    def cut(self, rows: Mapping[str, Tensor], gather: Gather | None) -> None:
+        super().cut(rows, gather)
+        self.parts = {part: len(own) for part, own in rows.items()}
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, tensor in self.named_parameters(recurse=False):
@@ -139,8 +188,17 @@ class Embedding(KernelModule):
         super().__init__()
         self.weight = weight(offset + num_embeddings, dim)
         self.head, self.offset = head, offset
+        self.cuts: Mapping[str, Cut] = {}
+        self.gathers: tuple[Gather, Gather] | None = None
+        """Vectors and logits that this worker computes a part of: those of its own ids; None: it has all ids."""
         self._sites: tuple[AdapterSite | None, AdapterSite | None] = None, None
         self._kernel: EmbeddingKernel | None = None
+
+    def cut(self, ids: Tensor, vectors: Gather, logits: Gather) -> None:
+        """Leaves this worker the vectors of adjacent `ids`. Must be called before there are weights."""
+        self.cuts = {"": Cut(ids, self.weight.shape[0])}
+        self.weight = weight(len(ids), self.weight.shape[1])
+        self.gathers = vectors, logits
 
     def set_sites(self, lookup: AdapterSite, project: AdapterSite | None) -> None:
         """Gives the kernel, and those made later, the places where adapters of both uses are installed."""
@@ -164,11 +222,20 @@ class Embedding(KernelModule):
 
     def forward(self, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         """ids: [num_tokens] to [num_tokens, dim]; `residual`, of that shape, is added."""
-        return (self._kernel or self.prepare(TORCH_KERNELS)).lookup(ids, residual)
+        kernel = self._kernel or self.prepare(TORCH_KERNELS)
+        if self.gathers is None:
+            return kernel.lookup(ids, residual)
+        vectors, logits = self.gathers
+        dtype = self.weight.dtype
+        found = vectors.by_rows(ids.shape[0], dtype, lambda out: kernel.lookup_share(ids, logits.start, out))
+        return found if residual is None else residual + found
 
     def project(self, x: Tensor) -> Tensor:
         """Computes logits. x: [num_tokens, dim]; returns float32 [num_tokens, num_embeddings]."""
-        return (self._kernel or self.prepare(TORCH_KERNELS)).project(x)
+        kernel = self._kernel or self.prepare(TORCH_KERNELS)
+        if self.gathers is None:
+            return kernel.project(x)
+        return self.gathers[1].compute(x.shape[0], torch.float32, lambda out: kernel.project(x, out))
 
 
 class Scale(KernelModule):

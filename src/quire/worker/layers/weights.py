@@ -8,7 +8,7 @@ implements `PackedWeights`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from quire.config.quantization import QuantizationScheme
 from quire.worker.kernels.base import Kernels
 from quire.worker.quantization.weight import Kind, QuantizedWeight
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -51,6 +53,23 @@ class ReorderedWeights(Protocol):
     row_orders: Mapping[str, Tensor]
     """Orders of the rows: by the name of a part, for a module that is a `PackedWeights`, else of all its tensors, under
     an empty name. What is not named stays in place."""
+
+
+class Cut(NamedTuple):
+    """The rows of a tensor that one of several workers has."""
+
+    rows: Tensor
+    """Numbers of the rows, in the model's order."""
+    num_rows: int
+    """Rows of the whole tensor."""
+
+
+@runtime_checkable
+class CutWeights(Protocol):
+    """A module of which one worker has a part of the rows: see worker/loader/shards.py."""
+
+    cuts: Mapping[str, Cut]
+    """Cuts by the name of a part, as in `ReorderedWeights`."""
 
 
 @runtime_checkable
@@ -130,11 +149,22 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def own_row_orders(path: str, module: nn.Module) -> dict[str, Tensor]:
-    """Returns the row order of each of `own_tensors` that has one, by its name without the parameter's."""
-    if not isinstance(module, ReorderedWeights):
-        return {}
+    """Returns the row order of each of `own_tensors` that has one, by its name without the parameter's. Of a module
+    that is cut it has the worker's rows only."""
+    orders = dict(module.row_orders) if isinstance(module, ReorderedWeights) else {}
+    for part, cut in module.cuts.items() if isinstance(module, CutWeights) else ():
+        orders[part] = orders[part][cut.rows] if part in orders else cut.rows
+    return _by_tensor(path, orders)
+
+
+def own_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
+    """Returns the cut of each of `own_tensors` that has one, by its name without the parameter's."""
+    return _by_tensor(path, module.cuts) if isinstance(module, CutWeights) else {}
+
+
+def _by_tensor(path: str, by_part: Mapping[str, T]) -> dict[str, T]:
     parent = path.rpartition(".")[0]
-    return {f"{parent}.{part}" if part else path: order for part, order in module.row_orders.items()}
+    return {f"{parent}.{part}" if part else path: value for part, value in by_part.items()}
 
 
 def packed_parameters(module: nn.Module) -> tuple[str, ...]:

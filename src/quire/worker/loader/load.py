@@ -38,18 +38,21 @@ from quire.worker.layers.norm import UnitNorm
 from quire.worker.layers.rotary import RotaryEmbedding, SinusoidalPositions
 from quire.worker.layers.row_order import take_rows
 from quire.worker.layers.weights import (
+    Cut,
     NamedWeights,
     Prepared,
     QuantizableWeights,
     allocate,
     checkpoint_tensors,
     is_allocated,
+    own_cuts,
     own_row_orders,
     own_tensors,
     packed_parameters,
     weight_bytes,
 )
 from quire.worker.loader.packed import MismatchError, WeightCache
+from quire.worker.loader.shards import Sharding
 from quire.worker.loader.stored import (
     MappedFile,
     Stored,
@@ -83,6 +86,8 @@ class Noise:
         noise = np.random.Generator(np.random.Philox(seed)).standard_normal(_NOISE_LEN, dtype=np.float32)
         self._noise = torch.from_numpy(noise * np.float32(_SCALE)).repeat(2)
         self._start = 0
+        self.cuts: Mapping[str, Cut] = {}
+        """Cuts of the module that is being filled: a part of a tensor gets the noise that it has in the whole."""
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -92,10 +97,14 @@ class Noise:
                 tensor.fill_(1.0)
                 continue
             self._noise = self._noise.to(tensor)  # converted once: what follows only copies
-            whole = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
+            own = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
+            cut = self.cuts.get(name.rpartition(".")[0])
+            whole = own if cut is None else own.new_empty((cut.num_rows, *own.shape[1:]))
             for part in torch.split(whole.view(-1), _NOISE_LEN):
                 part.copy_(self._noise[self._start : self._start + part.numel()])
                 self._start = (self._start + part.numel()) % _NOISE_LEN
+            if cut is not None:
+                own.copy_(whole[cut.rows])
 
 
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
@@ -110,6 +119,8 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels = TORCH_KERNELS
+    sharding: Sharding | None = None
+    """The part of a model that this worker has; None: all."""
 
 
 def load_model(
@@ -127,6 +138,8 @@ def load_model(
     start = time.monotonic()
     hf = dataclasses.replace(model_config.hf_config, max_model_len=model_config.model_len)
     model = _build(hf, model_config.pooling, model_class)
+    if placement.sharding is not None:
+        placement.sharding.cut(model)
     method = quantization_method(model_config.quantization, hf.get("quantization_config"), hf.path)
     if method is not None and method in WEIGHT_BITS:
         plan_quantization(model, scheme_of(method))
@@ -205,12 +218,14 @@ def match_tensors(
     tied_head: bool,
     format: StoredFormat | None = None,
     rename: Callable[[str], str | None] = str,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> dict[str, Stored]:
     """Returns the stored tensor of each wanted one, with its name in the file as `TensorInfo.name`.
 
     Every wanted tensor must be stored with its shape, and no other tensor may be stored that could matter. Raises
     ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.". `format` reads the
-    quantized tensors. `rename` gives the model's name of a stored tensor; None: not needed.
+    quantized tensors. `rename` gives the model's name of a stored tensor; None: not needed. `cuts` are those of wanted
+    tensors that are parts of stored ones, by `own_cuts`' names.
     """
     stored: dict[str, Stored] = {
         name: tensor
@@ -233,15 +248,18 @@ def match_tensors(
             "config.json describes has no place for: the two do not belong together"
         )
     for name, tensor in wanted.items():
-        _check_tensor(name, tensor, stored[name])
+        cut = (cuts or {}).get(name.rpartition(".")[0])
+        _check_tensor(name, tensor, stored[name], cut)
     return {name: stored[name] for name in wanted}
 
 
-def _check_tensor(name: str, wanted: Tensor, stored: Stored) -> None:
-    if stored.shape != tuple(wanted.shape):
+def _check_tensor(name: str, wanted: Tensor, stored: Stored, cut: Cut | None) -> None:
+    shape = list(wanted.shape)
+    if cut is not None:
+        shape[1 if _is_transposed(wanted) else 0] = cut.num_rows
+    if list(stored.shape) != shape:
         raise ModelLoadError(
-            f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but config.json makes it "
-            f"{list(wanted.shape)}"
+            f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but config.json makes it {shape}"
         )
     if isinstance(stored, TensorInfo) and stored.dtype == "F8_E4M3":
         raise ModelLoadError(
@@ -280,7 +298,8 @@ def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, S
     format = make_format(read_stored_scheme(quantization, hf.path)) if quantization else None
     rename = model.checkpoint_name if isinstance(model, NamedWeights) else str
     wanted = checkpoint_tensors(model)
-    return match_tensors(wanted, index, tied_head=hf.tie_word_embeddings, format=format, rename=rename)
+    cuts = {name: cut for path, module in model.named_modules() for name, cut in own_cuts(path, module).items()}
+    return match_tensors(wanted, index, tied_head=hf.tie_word_embeddings, format=format, rename=rename, cuts=cuts)
 
 
 def fill_weights(
@@ -323,6 +342,8 @@ def _fill(
         source = Noise(seed) if stored is None else _Checkpoint(stored)
         for path, module in model.named_modules():
             packs.begin(path)
+            if isinstance(source, Noise):
+                source.cuts = own_cuts(path, module)
             own = list(module.parameters(recurse=False))
             packed, tensors = packed_parameters(module), own_tensors(path, module)
             ready = packed if are_packed else ()
@@ -373,7 +394,9 @@ class _Checkpoint:
         for name, tensor in tensors:
             info, order = self._stored[name], self._order(name)
             read = info.dequantize(self._read_all(info)) if isinstance(info, StoredMatrix) else self._read(info)
-            tensor.copy_(read if order is None else take_rows(read, order))
+            if order is not None:
+                read = read[:, order] if _is_transposed(tensor) else take_rows(read, order)
+            tensor.copy_(read)
             _check_finite(tensor, info)
 
     def lend(self, module: nn.Module, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -432,6 +455,11 @@ class _Checkpoint:
 
     def _read_all(self, matrix: StoredMatrix) -> dict[str, Tensor]:
         return {suffix: self._read(info) for suffix, info in matrix.infos.items()}
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """Returns whether a tensor views a parameter whose rows are its columns."""
+    return tensor.dim() == 2 and tensor.stride(0) == 1 and tensor.stride(1) != 1
 
 
 def _is_matrix(name: str, tensor: Tensor) -> bool:

@@ -215,13 +215,16 @@ def _warn_not_stored(directory: Path, reason: str) -> None:
 class WeightCache:
     """The packed weights of one model: finds them on disk or writes them there. Owns the writer."""
 
-    def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
+    def __init__(self, model_config: ModelConfig, load_config: LoadConfig, shard: str = "") -> None:
+        """`shard` names the part of the model that this worker has; empty: all."""
         self._load_config = load_config
         self._hf = model_config.hf_config
         self._asked = {  # options that change the weights: a pooling head, quantization
             "head": "" if model_config.pooling is None else model_config.pooling.head,
             "quantization": model_config.quantization or "",
         }
+        if shard:
+            self._asked["shard"] = shard
         is_wanted = load_config.weight_cache and max_cache_bytes() > 0
         self._cache = PackedCache.default() if is_wanted else None
         self._writer: CacheWriter | None = None

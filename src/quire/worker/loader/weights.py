@@ -180,7 +180,7 @@ class LoadedModel(NamedTuple):
 
 def load_weights(model: ModelConfig, load_config: LoadConfig, placement: Placement) -> LoadedModel:
     """Loads a model by its own code or by transformers'. Raises ModelLoadError or UnsupportedModelError."""
-    cache = WeightCache(model, load_config)
+    cache = WeightCache(model, load_config, "" if placement.sharding is None else placement.sharding.name)
     if model.implementation.name == TRANSFORMERS:
         logger.info("the model is run by transformers' class: %s", model.implementation.why)
         fallback = resolve(FALLBACK)(model, load_config, placement)

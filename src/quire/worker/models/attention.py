@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,15 @@ from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.row_order import attention_orders, half_order
 from quire.worker.layers.weights import KernelModule, weight
 from quire.worker.models.spec import DecoderSpec, LayerSpec, Rotations, make_qk_norm, projection_sizes
+from quire.worker.parallel.collectives import Gather
+from quire.worker.parallel.plan import HeadShare
 
 Rotating = tuple[tuple[tuple[RotationKernel, bool], ...], RotationKernel | None, ActivationKernel | None]
 """Kernels for queries and keys, in order, each with whether it rotates; the kernel that norms values; the gate's."""
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj")
+"""Names of the parts of qkv_proj, in order."""
 
 
 class SelfAttention(KernelModule):
@@ -67,15 +75,48 @@ class SelfAttention(KernelModule):
         )
         self.attn = Attention(attention, name, slopes=spec.alibi_slopes, kv_from=layer.kv_from)
         self.sinks = weight(num_heads) if spec.attention_sinks else None
+        self.share: HeadShare | None = None
+        """The heads of this worker; None: all."""
+        self._attended: Gather | None = None
+        self._is_cut_late = False
+        """True: all heads are projected and normed, and this worker's are taken then."""
 
     @property
     def norms_in_rotation(self) -> bool:
         """True if the kernel that rotates norms each head."""
         return self.spec.norm == "rms" and self.spec.qk_norm == "head"
 
+    @property
+    def norms_all_heads(self) -> bool:
+        """True if a norm of queries or keys needs all heads."""
+        return self.spec.qk_norm != "none" and not self.norms_in_rotation
+
+    def cut(self, share: HeadShare, attended: Gather, projected: Gather | None) -> None:
+        """Leaves this worker a share of the heads. `attended` is the answer of all heads; `projected` is what is
+        projected for all heads, where `norms_all_heads`. Must be called before there are weights."""
+        attention, (queries, keys, values, gates) = self.attn.spec, self.sizes
+        q = share.rows(attention.num_heads * self.head_dim)
+        if queries == 2 * attention.num_heads * self.head_dim:  # gates follow all queries
+            q = torch.cat([q, q + queries // 2])
+        rows = q, share.kv_rows(keys), share.kv_rows(values), share.rows(gates)
+        self._is_cut_late = projected is not None
+        if projected is not None:
+            self.qkv_proj.cut_outputs(projected)
+        else:
+            starts = [sum(self.sizes[:i]) for i in range(len(rows))]
+            named = dict(zip(PROJECTIONS, rows, strict=True))
+            named[""] = torch.cat([own + start for own, start in zip(rows, starts, strict=True)])
+            self.qkv_proj.cut({part: named[part] for part in self.qkv_proj.part_sizes}, None)
+            self.sizes = [len(own) for own in rows]
+        self.attn.spec = dataclasses.replace(attention, num_heads=share.num_heads, num_kv_heads=share.num_kv_heads)
+        if self.attn.slopes is not None:
+            self.attn.slopes = self.attn.slopes[share.heads.start : share.heads.stop]
+        self.share, self._attended = share, attended
+
     def prepare(self, kernels: Kernels) -> Rotating:
         if self.sinks is not None:
-            self.attn.sinks = self.sinks.data.float()
+            own = slice(None) if self.share is None else slice(self.share.heads.start, self.share.heads.stop)
+            self.attn.sinks = self.sinks.data[own].float()
         rotates, plain = self.layer.rope is not None, kernels.rotation(self.head_dim)
         steps = ((plain, True),) if rotates else ()
         if self.norms_in_rotation:
@@ -102,6 +143,14 @@ class SelfAttention(KernelModule):
             q, gate = q.chunk(2, dim=-1)
         if self.spec.qk_norm != "none" and not self.norms_in_rotation:
             q, k = self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
+        if self._is_cut_late:
+            assert self.share is not None
+            q, k, v, gate = (
+                self.share.columns(q),
+                self.share.kv_columns(k),
+                self.share.kv_columns(v),
+                self.share.columns(gate),
+            )
         if self.layer.values_are_keys:
             v = k.clone()  # k is normed and rotated in place
         steps, value_norm, gating = self.prepare(TORCH_KERNELS) if self._kernel is None else self._kernel
@@ -113,5 +162,7 @@ class SelfAttention(KernelModule):
             attended = self.attn(q, k, v if value_norm is None else value_norm(v, v[:, :0], None)[0])
         if gating is not None:
             attended = gating(gate, attended)  # [num_tokens, gates] and [num_tokens, num_heads * head_dim]
+        if self._attended is not None:
+            attended = self._attended.put(attended)
         output: Tensor = self.o_proj(attended, residual)
         return output

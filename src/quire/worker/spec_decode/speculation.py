@@ -214,6 +214,13 @@ class Speculation:
         return valid
 
 
+def follow_warm_up(runner: ModelRunner) -> None:
+    """Runs the steps of `Speculation.warm_up`, in a worker beside the one that drafts."""
+    for num_rows in WARM_UP_ROWS:
+        if num_rows <= runner.max_num_tokens:
+            runner.execute_dummy_batch(num_rows)
+
+
 def make_speculation(
     config: EngineConfig, placement: Placement, runner: ModelRunner, drafting: Drafting
 ) -> Speculation:

@@ -1,0 +1,114 @@
+"""Calls of workers in processes of their own: the verbs, and the types of their arguments and results.
+
+A call is decoded by the types of its verb, and nothing else is run. Methods that a worker class adds to these are
+called by `call_method`, with plain values; a function by `call_function`, by its dotted name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder
+
+
+class Verb(NamedTuple):
+    """A row of `WORKER_VERBS`."""
+
+    arguments: tuple[Any, ...] = ()
+    result: Any = None
+    is_step: bool = False
+    """All workers compute it together: the error of one is an error of all. The output rank alone answers."""
+
+
+WORKER_VERBS: Mapping[str, Verb] = {
+    "init_device": Verb(),
+    "load_model": Verb(),
+    "get_kv_cache_spec": Verb((), dict[str, AnyKVCacheSpec]),
+    "get_draft_kv_cache_spec": Verb((), dict[str, AnyKVCacheSpec]),
+    "determine_available_memory": Verb((), int),
+    "update_max_model_len": Verb((int,)),
+    "initialize_from_config": Verb((list[KVCacheConfig],)),
+    "compile_or_warm_up_model": Verb((), None, is_step=True),
+    "execute_model": Verb((SchedulerOutput,), ModelRunnerOutput | None, is_step=True),
+    "sample_tokens": Verb((GrammarOutput | None,), ModelRunnerOutput, is_step=True),
+    "execute_dummy_batch": Verb((), None, is_step=True),
+    "take_draft_token_ids": Verb((), DraftTokenIds | None),
+    "reset_drafter": Verb(),
+    "sleep": Verb((int,)),
+    "wake_up": Verb((list[str],)),
+    "release_kv_cache_memory": Verb(),
+    "check_weights": Verb((str,)),
+    "load_weights": Verb((str | None,)),
+    "reload_weights": Verb(),
+    "profile": Verb((bool, str | None, int | None, int | None)),
+    "get_supported_tasks": Verb((), tuple[str, ...]),
+    "check_health": Verb(),
+    "call_method": Verb((str, list[Any], dict[str, Any]), Any),
+    "call_function": Verb((str, list[Any], dict[str, Any]), Any),
+    "shutdown": Verb(),
+}
+"""Verbs by name. Where optional arguments are left out, they are None."""
+
+
+class WorkerCall(msgspec.Struct, array_like=True, gc=False):
+    """First part of a call; the arguments follow."""
+
+    call_id: int
+    verb: str
+
+
+class WorkerReply(msgspec.Struct, array_like=True, gc=False):
+    """First part of an answer; the result follows unless `error` is set."""
+
+    call_id: int
+    error_type: str = ""
+    """Name of a class of `quire.errors`; empty for another."""
+    error: str | None = None
+    is_fatal: bool = False
+    """True: the error was in a step, which all workers have lost."""
+    is_echo: bool = False
+    """True: the error is that another worker has failed."""
+
+
+_calls, _replies = msgspec.msgpack.Decoder(WorkerCall), msgspec.msgpack.Decoder(WorkerReply)
+_decoders: dict[tuple[str, bool], MsgpackDecoder[Any]] = {}
+
+
+def encode_call(call: WorkerCall, arguments: Sequence[Any], encoder: MsgpackEncoder) -> list[Frame]:
+    """Returns the frames of a call."""
+    wanted = len(WORKER_VERBS[call.verb].arguments)
+    padded = [*arguments, *[None] * (wanted - len(arguments))]
+    return [msgspec.msgpack.encode(call), *encoder.encode(padded)]
+
+
+def decode_call(frames: Sequence[Frame]) -> tuple[WorkerCall, tuple[Any, ...]]:
+    """Returns a call and its arguments. Raises WireError, msgspec's errors, or KeyError for an unknown verb."""
+    call = _calls.decode(frames[0])
+    kind: Any = tuple.__class_getitem__(WORKER_VERBS[call.verb].arguments)
+    return call, tuple(_decoder((call.verb, False), kind).decode(frames[1:]))
+
+
+def encode_reply(reply: WorkerReply, result: Any, encoder: MsgpackEncoder) -> list[Frame]:
+    """Returns the frames of an answer."""
+    return [msgspec.msgpack.encode(reply), *encoder.encode(result)]
+
+
+def decode_reply(frames: Sequence[Frame]) -> WorkerReply:
+    """Returns an answer."""
+    return _replies.decode(frames[0])
+
+
+def decode_result(frames: Sequence[Frame], verb: str) -> Any:
+    """Returns the result in the frames of an answer to a call of `verb`."""
+    return _decoder((verb, True), WORKER_VERBS[verb].result).decode(frames[1:])
+
+
+def _decoder(key: tuple[str, bool], kind: Any) -> MsgpackDecoder[Any]:
+    if key not in _decoders:
+        _decoders[key] = MsgpackDecoder(kind)
+    return _decoders[key]

@@ -1,0 +1,1 @@
+"""Workers that share a model: what each computes, and how they exchange it."""

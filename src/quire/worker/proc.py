@@ -1,0 +1,175 @@
+"""A worker as a process: `python -m quire.worker.proc`, started by `MultiprocExecutor`.
+
+It reads calls from a ring, runs them one after the other, and writes answers into a ring of its own. It ends when the
+executor closes its pipe, or ends itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from quire.config.engine import EngineConfig
+from quire.config.server import decode_config
+from quire.errors import QuireError, error_name
+from quire.failpoints import arm_failpoints, failpoint
+from quire.logger import init_logger
+from quire.resolve import resolve
+from quire.wire.process import die_with_parent, leave_terminal, set_process_title
+from quire.wire.ring import RingReader, RingWriter
+from quire.wire.serial import MsgpackEncoder
+from quire.wire.shared_memory import set_abort_word
+from quire.wire.topology import Topology
+from quire.wire.worker_calls import WORKER_VERBS, WorkerCall, WorkerReply, decode_call, encode_reply
+from quire.worker.host import cpu_quota
+
+logger = init_logger("quire.worker.proc")  # as a process this module is __main__
+
+PARENT_PIPE = 0
+"""Standard input: the configuration, then nothing; its end means that the executor has ended."""
+
+
+class WorkerOptions(NamedTuple):
+    """The command line of a worker."""
+
+    rank: int
+    parent_pid: int
+    shared_file: int
+    """Descriptors from here on."""
+    calls: int
+    answers: int
+    waker: int
+    cpus: tuple[int, ...] = ()
+
+
+def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
+    """Parses the command line. Exits with a usage message if it is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m quire.worker.proc", description="A worker; started by Quire.")
+    for name in ("rank", "parent-pid", "shared-file", "calls", "answers", "waker"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--cpus", type=lambda text: tuple(int(cpu) for cpu in text.split(",") if cpu), default=())
+    return WorkerOptions(**vars(parser.parse_args(argv)))
+
+
+def read_config(pipe: int) -> EngineConfig:
+    """Returns the configuration that the executor writes first: its length in 8 bytes, then itself."""
+    with os.fdopen(os.dup(pipe), "rb", closefd=True, buffering=0) as file:
+        size = int.from_bytes(_read_exactly(file.read, 8), "little")
+        return decode_config(_read_exactly(file.read, size))
+
+
+def _read_exactly(read: Callable[[int], bytes | None], size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = read(size - len(data))
+        if not more:
+            raise SystemExit("the process that started this worker is gone")
+        data += more
+    return data
+
+
+class WorkerProc:
+    """Serves the calls of one worker."""
+
+    def __init__(self, options: WorkerOptions, config: EngineConfig) -> None:
+        world = config.parallel_config.world_size
+        waker = socket.socket(fileno=options.waker)
+        self._calls = RingReader(options.calls, waker, options.rank, world)
+        self._answers = RingWriter(options.answers, [waker])
+        self._encoder = MsgpackEncoder()
+        self._shared_file = options.shared_file
+        self._answers_steps = options.rank == Topology(tp=world).output_rank
+        self.worker: Any = resolve(config.parallel_config.worker_cls)(config, options.rank, options.shared_file)
+
+    def run(self) -> None:
+        """Serves until the executor asks for the end, or is gone."""
+        while (frames := self._calls.receive()) is not None:
+            call, arguments = decode_call(frames)
+            self._serve(call, arguments)
+            if call.verb == "shutdown":
+                return
+
+    def _serve(self, call: WorkerCall, arguments: tuple[Any, ...]) -> None:
+        is_step = WORKER_VERBS[call.verb].is_step
+        try:
+            if is_step:
+                failpoint("worker.step", call.verb)
+            result = self._run(call.verb, arguments)
+        except Exception as e:
+            is_echo = type(e).__name__ == "BarrierError"
+            if is_step and not is_echo:
+                set_abort_word(self._shared_file)  # the others wait for this one
+            if not isinstance(e, QuireError):
+                logger.exception("%s has failed", call.verb)
+            name = error_name(e)
+            message = str(e) if name else f"{type(e).__name__}: {e}"
+            reply, result = WorkerReply(call.call_id, name, message, is_step, is_echo), None
+        else:
+            if is_step and not self._answers_steps:
+                return
+            reply = WorkerReply(call.call_id)
+        self._answers.send(encode_reply(reply, result, self._encoder))
+
+    def _run(self, verb: str, arguments: tuple[Any, ...]) -> Any:
+        worker = self.worker
+        if verb == "call_method":
+            name, args, kwargs = arguments
+            return getattr(worker, name)(*args, **kwargs)
+        if verb == "call_function":
+            name, args, kwargs = arguments
+            return resolve(name)(worker, *args, **kwargs)
+        if verb == "initialize_from_config":
+            (configs,) = arguments
+            return worker.initialize_from_config(configs[worker.rank])
+        return getattr(worker, verb)(*arguments)
+
+
+def _watch_parent() -> None:
+    """Ends the process when the executor's end of the pipe is closed. Runs in a thread."""
+    while os.read(PARENT_PIPE, 1 << 10):
+        pass
+    os._exit(0)
+
+
+def main() -> NoReturn:
+    """Runs the process. Skips Python's clean-up, which a thread could block."""
+    options = parse_command_line(sys.argv[1:])
+    leave_terminal()
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides
+    if options.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, options.cpus)
+        num_cpus = min(len(options.cpus), max(1, (cpu_quota() or len(options.cpus))))
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_cpus))
+    exit_code = 0
+    try:
+        arm_failpoints()
+        config = read_config(PARENT_PIPE)
+        parallel = config.parallel_config
+        set_process_title(Topology(tp=parallel.tensor_parallel_size).worker_title(options.rank))
+        threading.Thread(target=_watch_parent, name="Parent", daemon=True).start()
+        for name in parallel.worker_names(config.model_config.implementation.name):
+            resolve(name)
+        proc = WorkerProc(options, config)
+        gc.freeze()
+        proc.run()
+    except BaseException:
+        logger.exception("worker %d has failed", options.rank)
+        exit_code = 1
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Two workers beside one: everything that a request may ask for has the same answer, and so has everything after the
+engine slept or got new weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from quire.structured_outputs import StructuredOutputsParams
+
+PROMPTS = ["Hello, what is a KV cache?", "Tell me about tensor parallelism. " * 12, "a b c a b c a b c a b"]
+KINDS: dict[str, SamplingParams] = {
+    "seeded": SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=20, logprobs=3),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=20),
+    "prompt": SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=4),
+    "grammar": SamplingParams(
+        seed=1, max_tokens=24, structured_outputs=StructuredOutputsParams(regex="(yes|no|maybe)( (yes|no)){0,5}")
+    ),
+    "several": SamplingParams(n=2, seed=3, temperature=1.0, max_tokens=12),
+}
+
+
+def answers(size: int, **flags: Any) -> dict[str, Any]:
+    flags = {
+        "max_model_len": 512,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 99,
+        **flags,
+    }
+    llm = LLM("demo", tensor_parallel_size=size, **flags)
+
+    def run(params: SamplingParams) -> list[Any]:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found = [[(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs] for output in outputs]
+        return [found, [output.prompt_logprobs for output in outputs]]
+
+    try:
+        found: dict[str, Any] = {kind: run(params) for kind, params in KINDS.items()}
+        found["cached"] = run(KINDS["seeded"])
+        llm.sleep(1)
+        llm.wake_up()
+        found["after a sleep"] = run(KINDS["seeded"])
+        llm.sleep(2)
+        llm.wake_up()
+        found["after reading the weights again"] = run(KINDS["penalties"])
+        return found
+    finally:
+        llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize("flags", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}])
+def test_two_workers_answer_as_one(flags: dict[str, Any]) -> None:
+    assert answers(2, **flags) == answers(1, **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"enable_lora": True}, "--enable-lora: adapters cannot be divided among workers yet"),
+        ({"device": "cuda"}, "--device cuda: only CPUs compute with several workers yet"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported yet"),
+    ],
+)
+def test_what_does_not_work_with_several_is_refused_by_name(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", tensor_parallel_size=2, **flags)

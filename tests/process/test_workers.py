@@ -1,0 +1,76 @@
+"""An engine of two workers: killed under load it loses no token, and it leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from quire import EngineArgs, RequestOutputKind, SamplingParams
+from quire.frontend.async_llm import AsyncLLM
+
+PROMPTS = ["Hello, what is a KV cache?", "Tell me about tensor parallelism.", "What can you do?"]
+PARAMS = SamplingParams(temperature=0.9, seed=11, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+def workers_of(pid: int) -> list[int]:
+    """Returns the process ids of the workers of a core."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in path.read_text().split()]
+    return [child for child in found if b"quire.worker.proc" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+async def tokens_of(llm: AsyncLLM, number: int, started: asyncio.Event | None = None) -> list[int]:
+    tokens = list[int]()
+    async for output in llm.generate(PROMPTS[number], PARAMS, f"r{number}"):
+        tokens += output.outputs[0].token_ids
+        if started is not None and len(tokens) > 5:
+            started.set()
+    return tokens
+
+
+def make(size: int) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(
+        EngineArgs("demo", max_model_len=256, max_num_seqs=4, tensor_parallel_size=size, num_gpu_blocks_override=64)
+    )
+
+
+async def all_tokens(size: int) -> list[list[int]]:
+    llm = make(size)
+    try:
+        return await asyncio.gather(*(tokens_of(llm, i) for i in range(len(PROMPTS))))
+    finally:
+        llm.shutdown()
+
+
+def test_a_killed_worker_costs_no_token() -> None:
+    asyncio.run(killed_worker())
+
+
+async def killed_worker() -> None:
+    expected = await all_tokens(1)
+    llm = make(2)
+    try:
+        core = llm.engine_core.core_pid  # type: ignore[attr-defined]
+        workers = workers_of(core)
+        assert len(workers) == 2
+        started = asyncio.Event()
+        streams = [asyncio.create_task(tokens_of(llm, i, started)) for i in range(len(PROMPTS))]
+        await asyncio.wait_for(started.wait(), 60)
+        os.kill(workers[1], signal.SIGKILL)
+        assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected
+        after = llm.engine_core.core_pid  # type: ignore[attr-defined]
+        assert after != core, "the core was started again"
+        others = workers_of(after)
+        assert len(others) == 2
+    finally:
+        llm.shutdown()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/stat").exists() for pid in [*workers, *others]):
+        assert time.monotonic() < deadline, "no worker outlives its engine"
+        await asyncio.sleep(0.05)

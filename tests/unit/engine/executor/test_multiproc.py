@@ -1,0 +1,151 @@
+"""Workers in processes: calls, errors, deaths, the end. The workers have no model (tests/workers_apart.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.config.parallel import ParallelConfig
+from quire.engine.executor.multiproc import MultiprocExecutor
+from quire.engine.executor.worker_process import bind_cpus
+from quire.errors import ConfigError, ModelLoadError, ServerError, ValidationError
+from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.kv_cache import KVCacheConfig
+from tests.workers_apart import add_rank
+
+
+def make(worker: str = "ApartWorker", **fields: Any) -> MultiprocExecutor:
+    parallel = ParallelConfig(tensor_parallel_size=2, worker_cls=f"tests.workers_apart:{worker}", **fields)
+    return MultiprocExecutor(EngineConfig(parallel_config=parallel))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[MultiprocExecutor]:
+    """An executor for tests that leave it whole."""
+    executor = make()
+    yield executor
+    executor.shutdown()
+
+
+def step(request: str = "") -> SchedulerOutput:
+    return SchedulerOutput(num_scheduled_tokens={request: 1} if request else {}, total_num_scheduled_tokens=1)
+
+
+def pids_of(executor: MultiprocExecutor) -> list[int]:
+    return [worker.pid for worker in executor._workers]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_calls_go_to_all_and_steps_are_answered_by_one(shared: MultiprocExecutor) -> None:
+    assert shared.collective_rpc("get_pid") == pids_of(shared)
+    assert [specs["layer"].num_kv_heads for specs in shared.get_kv_cache_specs()] == [1, 2]
+    assert shared.determine_available_memory() == [1000, 1001]
+    shared.initialize_from_config([KVCacheConfig(7, [], []), KVCacheConfig(8, [], [])])
+    assert shared.collective_rpc("__getattribute__", args=("num_blocks",)) == [7, 8], "each gets its own config"
+    assert shared.execute_model(step()) == ModelRunnerOutput(["r"], [[0]])
+    assert shared.get_supported_tasks() == ("generate",)
+    assert shared.take_draft_token_ids() is None
+    shared.check_health()
+
+
+def test_steps_may_be_waited_for_later(shared: MultiprocExecutor) -> None:
+    future = shared.execute_model(step("logits"), non_block=True)
+    assert isinstance(future, Future)
+    assert future.result() is None, "logits are held"
+    sampled = shared.sample_tokens(None, non_block=True)
+    assert isinstance(sampled, Future)
+    assert sampled.result().sampled_token_ids == [[5]]
+
+
+def test_functions_are_called_by_their_names(shared: MultiprocExecutor) -> None:
+    assert shared.collective_rpc(add_rank, args=(10,)) == [10, 11]
+    with pytest.raises(ValidationError, match="define it at the top of a module"):
+        shared.collective_rpc(lambda worker: 1)
+
+
+def test_an_error_of_a_call_leaves_the_workers_whole(shared: MultiprocExecutor) -> None:
+    with pytest.raises(ModelLoadError, match=r"^/x does not fit$"):
+        shared.collective_rpc("check_weights", args=("/x",))
+    with pytest.raises(ServerError, match=r"AttributeError.*no_such_method"):
+        shared.collective_rpc("no_such_method")
+    assert shared.collective_rpc("get_pid") == pids_of(shared)
+
+
+def test_the_error_of_any_worker_is_that_of_the_step() -> None:
+    executor = make()
+    with pytest.raises(ModelLoadError, match="rank 1 has a fault"):
+        executor.execute_model(step("fail 1"))
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_dies_in_a_step_ends_it(rank: int) -> None:
+    executor, failed = make(), threading.Event()
+    executor.register_failure_callback(failed.set)
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=f"worker {rank} was killed by SIGKILL|another worker of the step has failed"):
+        executor.execute_model(step(f"kill {rank}"))
+    assert time.monotonic() - start < 5
+    assert failed.wait(5)
+    with pytest.raises(ServerError, match=f"worker {rank} was killed by SIGKILL"):
+        executor.check_health()
+    pids = pids_of(executor)
+    executor.shutdown()
+    assert all(map(is_gone, pids))
+
+
+def test_a_worker_that_dies_while_all_are_idle_is_noticed() -> None:
+    executor, failed = make(), threading.Event()
+    executor.register_failure_callback(failed.set)
+    os.kill(pids_of(executor)[1], signal.SIGKILL)
+    assert failed.wait(5)
+    executor.shutdown()
+
+
+def test_the_end_leaves_no_process_not_even_one_that_hangs() -> None:
+    executor = make()
+    pids = pids_of(executor)
+    with pytest.raises(TimeoutError, match=r"call_method was not answered by all workers within 0.05 s"):
+        executor.collective_rpc("hang", timeout=0.05)
+    executor.shutdown()
+    assert all(map(is_gone, pids))
+    executor.shutdown()
+
+
+def test_a_worker_that_cannot_be_made_is_an_error_with_its_end() -> None:
+    with pytest.raises(ServerError, match=r"worker . exited with code 1; its last words are above"):
+        make("NoSuchWorker")
+
+
+def test_workers_share_the_processors() -> None:
+    here = sorted(os.sched_getaffinity(0))
+
+    def parts(text: str) -> list[list[int]]:
+        return bind_cpus(ParallelConfig(tensor_parallel_size=2, cpu_bind=text))
+
+    assert parts("none") == [[], []]
+    if len(here) > 1:
+        assert sorted(parts("auto")[0] + parts("auto")[1]) == here
+        assert abs(len(parts("auto")[0]) - len(parts("auto")[1])) <= 1
+    assert parts(f"{here[0]}|{here[-1]}") == [[here[0]], [here[-1]]]
+    with pytest.raises(ConfigError, match="1 lists for 2 workers"):
+        parts("0")
+    with pytest.raises(ConfigError, match="is not a list of processors"):
+        parts("a|b")
+    with pytest.raises(ConfigError, match="may not use processor 100000"):
+        parts("0|100000")
