@@ -96,6 +96,11 @@ class Frontend:
         """A simulated core is always there."""
         return True
 
+    @property
+    def num_engines_up(self) -> int:
+        """There is one, and it is up."""
+        return 1
+
     def _now(self, request: EngineCoreRequest) -> EngineCoreRequest:
         """Simulated requests arrive at times of their own, which are for the order only."""
         return msgspec.structs.replace(request, arrival_time=self._clock.now)

@@ -196,7 +196,7 @@ class LinkThread(threading.Thread):
             ready = msgspec.msgpack.decode(frames[1], type=EngineCoreReadyResponse)
             if frames[0] != engine_identity(ready.engine_index):
                 raise WireError(f"a ready frame of engine {ready.engine_index} from the identity {frames[0]!r}")
-        except (WireError, msgspec.MsgspecError) as e:
+        except (WireError, msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as e:
             self._drop(e)
             return
         failpoint("client.resume")
