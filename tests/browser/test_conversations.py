@@ -550,8 +550,8 @@ def test_an_empty_page_begins_at_its_top(browser: Any, server: ServerProcess) ->
     window = Window(browser, server.url, viewport={"width": 640, "height": 360}, has_touch=True, is_mobile=True)
     page = window.open("/ui")
     page.wait_for_function("() => document.getElementById('model').textContent")
-    assert page.evaluate(
-        "document.getElementById('messages').scrollHeight > document.getElementById('messages').clientHeight"
+    page.wait_for_function(
+        "() => document.getElementById('messages').scrollHeight > document.getElementById('messages').clientHeight"
     )
     assert is_in_sight(page, ".empty h2")
     assert page.locator("#down").is_hidden()
