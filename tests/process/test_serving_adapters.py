@@ -167,7 +167,7 @@ def test_streams_beside_loads_change_no_token(
     assert names(observer) == ["demo", "one", "second"]
     assert pair.core_pid() == core
     assert memory[1].num_fds <= memory[0].num_fds
-    # what is kept for the next load does not grow with their number: sixteen MiB are the packed cache's and the heap's
+    # 16 MiB: memory that is kept for the next loads, whatever the number of adapters
     assert memory[1].rss_mib <= memory[0].rss_mib + 16 + 0.2 * num_adapters, "adapters of 0.3 MiB and more stay"
 
 

@@ -21,7 +21,7 @@ from quire.engine.executor.abstract import Executor
 from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.sizing import initialize_kv_caches
-from quire.engine.kv_events import make_source
+from quire.engine.kv_events import find_source
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
@@ -112,7 +112,6 @@ class EngineCore:
         )
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
-        events = config.observability_config.kv_events
         self.ready_response = EngineCoreReadyResponse(
             max_model_len=sizes.max_model_len,
             num_gpu_blocks=sizes.config.num_blocks,
@@ -120,7 +119,7 @@ class EngineCore:
             kv_cache_size_tokens=sizes.num_tokens,
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
-            kv_events=make_source(events, config.parallel_config.engine_index) if events.is_enabled else None,
+            kv_events=find_source(config),
         )
         self.batch_queue_size = self.executor.max_concurrent_batches
         self.batch_queue: deque[_QueuedStep] = deque()

@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from quire.config.engine import EngineConfig
 from quire.config.kv_events import FLAG, KVEventsConfig
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, StoredRun, describe_cached_blocks
@@ -54,10 +55,10 @@ BATCHES_PER_TURN = 64
 
 
 class KVEventsObserver(SchedulerObserver):
-    """Publishes what the pool records. The first event says that nothing is cached: the core before may have died.
+    """Publishes what the pool records. The first event is `AllBlocksCleared`, because the core before may have died.
 
-    A batch that the publisher does not take is lost. In its place comes everything that is cached, as soon as there is
-    room: what subscribers know is right again then.
+    A batch that the publisher has no room for is lost. As soon as there is room, one batch clears what subscribers know
+    and stores all that is cached.
     """
 
     def __init__(self, publisher: KVEventPublisher) -> None:
@@ -146,17 +147,17 @@ class KVEventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._waiting: deque[tuple[float, list[Change]] | None] = deque()
         """None: the end."""
-        source = make_source(config, rank)
+        endpoint, replay_endpoint = config.endpoint_of(rank), config.replay_endpoint_of(rank)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._publishing = self._open(zmq.PUB, source.endpoint, "endpoint", config.hwm, is_bound=config.is_bound)
+        self._publishing = self._open(zmq.PUB, endpoint, "endpoint", config.hwm, is_bound=config.is_bound)
         self._replaying: zmq.Socket[Any] | None = None
-        if source.replay_endpoint is not None:  # a whole replay fits, and what is beyond is lost to a slow reader
+        if replay_endpoint is not None:  # a whole replay fits, and what is beyond is lost to a slow reader
             most = 2 * config.buffer_steps + 2
-            self._replaying = self._open(zmq.ROUTER, source.replay_endpoint, "replay_endpoint", most)
+            self._replaying = self._open(zmq.ROUTER, replay_endpoint, "replay_endpoint", most)
         self._reader, self._writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="KVEvents", daemon=True)
         self._thread.start()
-        if source.endpoint.startswith("tcp://") and ("*" in source.endpoint or "::" in source.endpoint):
+        if endpoint.startswith("tcp://") and ("*" in endpoint or "::" in endpoint):
             logger.warning("KV cache events go to every host that asks, unencrypted: they contain prompts' tokens")
 
     @property
@@ -240,9 +241,12 @@ class KVEventPublisher:
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 
-def make_source(config: KVEventsConfig, rank: int) -> KVEventSource:
-    """Returns where the engine of a data-parallel rank publishes."""
-    return KVEventSource(config.endpoint_of(rank), config.replay_endpoint_of(rank), config.topic, config.event_format)
+def find_source(config: EngineConfig) -> KVEventSource | None:
+    """Returns where an engine publishes; None: nowhere, because events are not enabled or nothing is cached."""
+    events, rank = config.observability_config.kv_events, config.parallel_config.engine_index
+    if not events.is_enabled or not config.cache_config.enable_prefix_caching:
+        return None
+    return KVEventSource(events.endpoint_of(rank), events.replay_endpoint_of(rank), events.topic, events.event_format)
 
 
 class EventEncoder:

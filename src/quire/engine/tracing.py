@@ -20,7 +20,7 @@ from quire import envs
 from quire.config.engine import EngineConfig
 from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.sizing import KVCacheSizes
-from quire.engine.kv_events import KVEventPublisher, KVEventsObserver
+from quire.engine.kv_events import KVEventPublisher, KVEventsObserver, find_source
 from quire.engine.recording.file import BackgroundFile, FileRecorder
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
@@ -298,7 +298,7 @@ def make_observers(
         observers.append(FileRecorder(config, sizes))
     if observability.trace_file is not None:
         observers.append(TraceFile(Path(observability.trace_file)))
-    if observability.kv_events.is_enabled and config.cache_config.enable_prefix_caching:
+    if find_source(config) is not None:
         specs = [group.kv_cache_spec for group in sizes.config.kv_cache_groups]
         publisher = KVEventPublisher(
             observability.kv_events,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -193,10 +192,10 @@ class LinkThread(threading.Thread):
         try:
             if len(frames) != 2:
                 raise WireError(f"a message of {len(frames)} frames where the core's ready frame was expected")
-            ready = msgspec.msgpack.decode(frames[1], type=EngineCoreReadyResponse)
+            ready = MsgpackDecoder(EngineCoreReadyResponse).decode(frames[1:])
             if frames[0] != engine_identity(ready.engine_index):
                 raise WireError(f"a ready frame of engine {ready.engine_index} from the identity {frames[0]!r}")
-        except (WireError, msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as e:
+        except (WireError, OverflowError) as e:  # OverflowError: an index that no identity can have
             self._drop(e)
             return
         failpoint("client.resume")

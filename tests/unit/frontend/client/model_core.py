@@ -117,17 +117,38 @@ class ModelCore:
         return CoreDeath(cause, f"died of a {cause}", self.step_members)
 
 
-class Driver:
+class Receiver:
+    """Record of what the user of a link, or of a set of links, was given."""
+
+    def __init__(self) -> None:
+        self.delivered: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineCoreOutput] = {}
+        self.num_prefill_stats: dict[str, int] = {}
+
+    def expect(self, request_id: str) -> None:
+        """From now on the request may have outputs."""
+        self.delivered[request_id] = []
+        self.num_prefill_stats[request_id] = 0
+
+    def note(self, output: EngineCoreOutput) -> None:
+        request_id = output.request_id
+        assert request_id in self.delivered, f"{request_id} was aborted, or never added"
+        assert request_id not in self.ends, f"{request_id} had ended"
+        self.delivered[request_id] += output.new_token_ids
+        self.num_prefill_stats[request_id] += output.prefill_stats is not None
+        if output.finish_reason is not None:
+            self.ends[request_id] = output
+
+
+class Driver(Receiver):
     """An `EngineLink` with a `ModelCore`, and what the link's user was given."""
 
     def __init__(self, max_num_seqs: int = 3) -> None:
+        super().__init__()
         self.link = EngineLink()
         self.max_num_seqs = max_num_seqs
         self.core: ModelCore | None = None
         self.num_cores = 0
-        self.delivered: dict[str, list[int]] = {}
-        self.ends: dict[str, EngineCoreOutput] = {}
-        self.num_prefill_stats: dict[str, int] = {}
 
     def start_core(self) -> None:
         self.core = ModelCore(self.num_cores, self.max_num_seqs)
@@ -143,20 +164,10 @@ class Driver:
         deliveries, self.link.deliveries = self.link.deliveries, []
         for outputs in deliveries:
             for output in outputs.outputs:
-                self._note(output)
-
-    def _note(self, output: EngineCoreOutput) -> None:
-        request_id = output.request_id
-        assert request_id in self.delivered, f"{request_id} was aborted, or never added"
-        assert request_id not in self.ends, f"{request_id} had ended"
-        self.delivered[request_id] += output.new_token_ids
-        self.num_prefill_stats[request_id] += output.prefill_stats is not None
-        if output.finish_reason is not None:
-            self.ends[request_id] = output
+                self.note(output)
 
     def add(self, request: EngineCoreRequest) -> None:
-        self.delivered[request.request_id] = []
-        self.num_prefill_stats[request.request_id] = 0
+        self.expect(request.request_id)
         self.link.add_request(request)
         self.settle()
 

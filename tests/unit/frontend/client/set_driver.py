@@ -8,16 +8,17 @@ from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.engine_set import EngineSet
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
-from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
 
-from .model_core import ModelCore, make_ready
+from .model_core import ModelCore, Receiver, make_ready
 
 
-class SetDriver:
+class SetDriver(Receiver):
     """Engines that die, drain, come and go. Every delivery is checked: nothing after an end, nothing of an aborted
     request."""
 
     def __init__(self, size: int = 2, max_num_seqs: int = 3, **fields: Any) -> None:
+        super().__init__()
         self.now = 0.0
         self.set = EngineSet([EngineLink() for _ in range(size)], clock=lambda: self.now, **fields)
         self.max_num_seqs = max_num_seqs
@@ -27,9 +28,6 @@ class SetDriver:
         """Cores that were started, by engine."""
         self.late: list[EngineCoreOutputs] = []
         """Messages of dead cores, and of engines that were removed, that have not arrived."""
-        self.delivered: dict[str, list[int]] = {}
-        self.ends: dict[str, EngineCoreOutput] = {}
-        self.num_prefill_stats: dict[str, int] = {}
         self.answers: list[Answer] = []
 
     # -- engines ------------------------------------------------------------------------------------------------------
@@ -108,7 +106,7 @@ class SetDriver:
         deliveries, self.set.deliveries = self.set.deliveries, []
         for outputs in deliveries:
             for output in outputs.outputs:
-                self._note(output)
+                self.note(output)
         self.answers += self.set.answers
         self.set.answers.clear()
         links = self.set.links.values()
@@ -116,21 +114,11 @@ class SetDriver:
         assert self.set.num_live_requests == len(live)
         assert all(sum(link.has_request(name) for link in links) == 1 for name in live)
 
-    def _note(self, output: EngineCoreOutput) -> None:
-        request_id = output.request_id
-        assert request_id in self.delivered, f"{request_id} was aborted, or never added"
-        assert request_id not in self.ends, f"{request_id} had ended"
-        self.delivered[request_id] += output.new_token_ids
-        self.num_prefill_stats[request_id] += output.prefill_stats is not None
-        if output.finish_reason is not None:
-            self.ends[request_id] = output
-
     # -- the user -----------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest) -> int:
         """Returns the engine it is at."""
-        self.delivered[request.request_id] = []
-        self.num_prefill_stats[request.request_id] = 0
+        self.expect(request.request_id)
         self.set.add_request(request)
         index = self.set.engine_of(request.request_id)
         self.settle()
