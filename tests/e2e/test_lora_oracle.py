@@ -22,8 +22,8 @@ from .conftest import Checkpoint
 from .lora_oracle import OUTPUT_LEN, Adapter, Answer, answers, base_model, save_adapter
 
 TOLERANCE = 1e-4
-TOLERANCES = {"granitemoe": 2e-4}
-"""Its multipliers enlarge rounding: in float64 the logits differ from those in float32 by up to 1.6e-4."""
+TOLERANCES = {"granitemoe": 3e-4}
+"""Its multipliers enlarge rounding: logits differ by up to 2.1e-4, and those in float64 from both."""
 NOT_SERVED = ["kv_b_proj", "shared_expert_gate", "router", "gate", "embedding_hidden_mapping_in"]
 """Modules whose adapters are refused: routers, and the absorbed matrix of latent attention. (For peft, "all-linear"
 means experts, too, which are refused as well: the tests name all matrices.)"""
