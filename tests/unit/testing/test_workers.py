@@ -53,7 +53,7 @@ def test_reports_come_from_all_workers_and_a_death_costs_one_test(tmp_path: Path
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name, is_deadly in (("a", True), ("b", False), ("c", False)):
         (tmp_path / f"test_{name}.py").write_text(TESTS.replace("DEADLY", str(is_deadly)))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--color=no", "-rfs"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rfs"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     done = subprocess.run([*command, "."], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
