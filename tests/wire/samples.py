@@ -44,6 +44,16 @@ from quire.wire.kv_cache import (
     SlidingWindowSpec,
 )
 from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventSource
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SaveOrder,
+    SaveResult,
+)
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
@@ -183,6 +193,13 @@ BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
 REQUEST_SNAPSHOT = RequestSnapshot(
     "0_request", "request", "preempted", 5, 7, 6, 4, 16, 1, -3, 1700000000.5, 2, b"\x01\x00\x00\x00"
 )
+BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
+LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
+SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
+TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK])], [6], {"x": 1})
+LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac")
+SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
+
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,
@@ -247,8 +264,16 @@ FULL: dict[str, Any] = {
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,
     "SchedulerOutput": SchedulerOutput(
-        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True
+        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True, TRANSFERS
     ),
+    "BlockKey": BLOCK_KEY,
+    "LoadOrder": LOAD_ORDER,
+    "SavedBlock": SAVED_BLOCK,
+    "SaveOrder": SaveOrder(8, [SAVED_BLOCK]),
+    "KVConnectorMetadata": TRANSFERS,
+    "LoadResult": LOAD_RESULT,
+    "SaveResult": SAVE_RESULT,
+    "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {"fingerprint": b"f"}),
     "GrammarOutput": GrammarOutput(["r"], np.array([[-1, 3]], dtype=np.int32)),
     "LogprobsLists": LOGPROBS,
     "LogprobsTensors": PROMPT_LOGPROBS,
