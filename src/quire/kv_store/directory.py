@@ -107,8 +107,10 @@ class StoreDirectory:
         return store
 
     def close(self) -> None:
-        """Closes the directory. No method may be called after it."""
-        os.close(self.descriptor)
+        """Closes the directory. No method may be called after it but this one."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def list_extents(self) -> list[ExtentFile]:
         """Returns the extents that are private files of this user."""

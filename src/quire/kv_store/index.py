@@ -19,6 +19,7 @@ from quire.logger import init_logger
 logger = init_logger(__name__)
 
 SCAN_INTERVAL_S = 1.0
+END_S = 1.0
 USE_INTERVAL_S = 60.0
 """An extent's use is noted in the file system at most this often."""
 _OFFSET_BITS = 32
@@ -78,6 +79,10 @@ class StoreIndex:
     def forget(self, digest: bytes, group: int) -> None:
         """Drops an entry whose record could not be used, so that the block is stored again."""
         self._places.pop(digest + group.to_bytes(4, "little"), None)
+
+    def forget_all(self) -> None:
+        """Drops all entries. Extents that were read are not read again."""
+        self._places.clear()
 
     def note_use(self, digest: bytes, group: int) -> None:
         """Records that a block was used; the next scan notes it in the file system."""
@@ -161,9 +166,9 @@ class StoreScanner:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread. One that hangs in a system call is left behind."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(END_S)
 
     def _run(self) -> None:
         was_readable = True

@@ -1,0 +1,96 @@
+"""Appends records to a directory, extent after extent, and rests when that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable, Sequence
+
+from quire.kv_store.directory import StoreDirectory, StoreFullError
+from quire.kv_store.extent import ExtentWriter
+from quire.kv_store.record import InvalidRecordError, RecordHeader
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+OPEN_S = 600.0
+"""Age at which an extent is sealed."""
+REST_S = 60.0
+"""Time without writes after the disk was full, or failed."""
+BUSY_REST_S = 1.0
+"""Time without writes while another process makes room."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class StoreWriter:
+    """The writer of one process. Used by one thread; it raises nothing."""
+
+    def __init__(self, directory: StoreDirectory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._clock = directory, clock
+        self._extent: ExtentWriter | None = None
+        self._seal_ts = 0.0
+        self._rest_ts = float("-inf")
+        self._rest_reason = ""
+
+    def append(self, header: RecordHeader, payload: Sequence[memoryview]) -> str:
+        """Writes a record. Returns the reason if it was not written: full, error, or format if it is too large; ""."""
+        if self._clock() < self._rest_ts:
+            return self._rest_reason
+        try:
+            if self._extent is not None and not self._fits(self._extent, header):
+                self._seal()
+            if self._extent is None:
+                self._extent = self._directory.create_extent(header.fingerprint)
+                self._seal_ts = self._clock() + OPEN_S
+                if not self._extent.has_room(header):
+                    return "format"
+            self._extent.append(header, payload)
+        except InvalidRecordError:
+            return "format"
+        except StoreFullError as e:
+            return self._rest(e, "full", BUSY_REST_S if e.errno == errno.EAGAIN else REST_S)
+        except OSError as e:
+            self._abandon()
+            if e.errno not in _NO_SPACE:
+                return self._rest(e, "error", REST_S)
+            with contextlib.suppress(OSError), self._directory.locked():
+                self._directory.make_room(self._directory.extent_bytes)
+            return self._rest(e, "full", REST_S)
+        return ""
+
+    def seconds_to_seal(self) -> float | None:
+        """Returns the time after which `seal_if_old` has something to do; None: there is no open extent."""
+        return None if self._extent is None else max(0.0, self._seal_ts - self._clock())
+
+    def seal_if_old(self) -> None:
+        """Seals an extent that has been open for long, so that its size no longer counts in full."""
+        if self.seconds_to_seal() == 0.0:
+            self.seal()
+
+    def seal(self) -> None:
+        """Seals the open extent, if there is one: at the end, or for another namespace."""
+        try:
+            self._seal()
+        except OSError as e:
+            self._rest(e, "error", REST_S)
+
+    def _fits(self, extent: ExtentWriter, header: RecordHeader) -> bool:
+        return extent.fingerprint == header.fingerprint and extent.has_room(header)
+
+    def _seal(self) -> None:
+        extent, self._extent = self._extent, None
+        if extent is not None:
+            extent.seal()
+
+    def _abandon(self) -> None:
+        extent, self._extent = self._extent, None
+        if extent is not None:
+            extent.abandon()
+
+    def _rest(self, error: OSError, reason: str, seconds: float) -> str:
+        if seconds >= REST_S:
+            why = error.strerror or error
+            logger.warning("the KV store %s is not written to for %.0f s: %s", self._directory.path, seconds, why)
+        self._rest_ts, self._rest_reason = self._clock() + seconds, reason
+        return reason
