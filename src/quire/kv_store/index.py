@@ -92,7 +92,7 @@ class StoreIndex:
 
     def scan(self) -> None:
         """Reads what was written since the last scan, and forgets what is gone. Raises OSError."""
-        files = self.directory.list_extents()
+        files = sorted(self.directory.list_extents(), key=lambda file: file.written_ns)  # the newest copy is found
         self.num_bytes = sum(file.num_bytes for file in files)
         present = {(file.name, file.inode) for file in files}
         for name_and_inode, number in list(self._numbers.items()):
