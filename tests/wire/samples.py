@@ -63,6 +63,7 @@ from quire.wire.stats import (
     BlockMap,
     EngineSnapshot,
     KVCacheEvictionEvent,
+    KVTransferStats,
     PrefillStats,
     PrefixCacheStats,
     RequestSnapshot,
@@ -151,9 +152,11 @@ SPEC_METRICS = SpecDecodeMetrics(3, 2, True)
 SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1], 1, 1, 9, {"budget": 3}, 0.25, False)
 STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
-PREFILL_STATS = PrefillStats(10, 4, 5, 1)
+PREFILL_STATS = PrefillStats(10, 4, 5, 1, "disk")
+TRANSFER_STATS = KVTransferStats(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7})
 SCHEDULER_STATS = SchedulerStats(
-    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1
+    *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
+    TRANSFER_STATS,
 )
 STORED = BlockStored(
     [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
@@ -273,7 +276,7 @@ FULL: dict[str, Any] = {
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,
-    "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {"fingerprint": b"f"}),
+    "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}),
     "GrammarOutput": GrammarOutput(["r"], np.array([[-1, 3]], dtype=np.int32)),
     "LogprobsLists": LOGPROBS,
     "LogprobsTensors": PROMPT_LOGPROBS,
@@ -327,12 +330,15 @@ FULL: dict[str, Any] = {
     "SpecDecodingStats": SPEC_STATS,
     "PrefillStats": PREFILL_STATS,
     "SchedulerStats": SCHEDULER_STATS,
+    "KVTransferStats": TRANSFER_STATS,
     "StepTrace": STEP_TRACE,
     "PhaseTrace": PHASE_TRACE,
     "TraceWindow": TraceWindow(1.0, 9.5, [STEP_TRACE], [PHASE_TRACE], 100),
     "BlockMap": BLOCK_MAP,
     "RequestSnapshot": REQUEST_SNAPSHOT,
-    "EngineSnapshot": EngineSnapshot(99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6),
+    "EngineSnapshot": EngineSnapshot(
+        99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6, {"pinned": 7}
+    ),
 }
 """Samples by class name."""
 LEFT_AT_DEFAULT = {

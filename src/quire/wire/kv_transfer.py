@@ -119,6 +119,8 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     loads: list[LoadResult] = []
     saves: list[SaveResult] = []
+    progress: dict[int, int] = {}
+    """Blocks verified so far, of loads that go on. One that goes on for longer is reported at least every second."""
     info: dict[str, Any] | None = None
     """Another message of the worker half to the scheduler half: an identity, counters."""
 
@@ -135,11 +137,13 @@ class TransferAggregator:
         self._saves: dict[int, list[SaveResult]] = {}
 
     def add(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """Returns what has ended with this report of one worker; `info` is passed on as it is."""
+        """Returns what has ended with this report of one worker; the rest is passed on as it is."""
         size = self._num_workers
         loads = [parts for one in output.loads if (parts := _add_part(self._loads, one.load_id, one, size))]
         saves = [more for one in output.saves if (more := _add_part(self._saves, one.save_id, one, size))]
-        return KVConnectorOutput([_join_loads(p) for p in loads], [_join_saves(p) for p in saves], output.info)
+        return KVConnectorOutput(
+            [_join_loads(p) for p in loads], [_join_saves(p) for p in saves], output.progress, output.info
+        )
 
 
 def _add_part(pending: dict[int, list[T]], transfer_id: int, part: T, num_workers: int) -> list[T] | None:

@@ -82,9 +82,9 @@ class KVConnectorScheduler(ABC):
         """Notes that a request has been added."""
         return
 
-    def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """Notes that a request has ended, before its blocks are freed. Returns `kv_transfer_params` for its client."""
-        return None
+    def request_finished(self, request: Request) -> None:
+        """Notes that a request has ended."""
+        return
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
