@@ -27,11 +27,11 @@ import numpy as np
 
 from benchmarks.models import find_checkpoint
 from quire import LLM, SamplingParams
+from quire.kv_store.access import RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import read_into
-from quire.kv_store.reader import RecordReader
 from quire.kv_store.record import TAG_BYTES, RecordHeader, RecordMac, make_header
-from quire.kv_store.writer import StoreWriter
+from quire.worker.kv_transfer.transfers import BlockBytes
 
 NUM_THREADS = 2
 LAYERS, PIECE_BYTES = 24, 4096
@@ -83,16 +83,13 @@ def measure_reading(directory: Path) -> None:
     headers, places = [], []
     size = 2 * LAYERS * PIECE_BYTES
 
-    def views(block: int) -> list[memoryview]:
-        return [part[block].data for part in memory]
-
     def header_of(block: int) -> RecordHeader:
         return make_header(bytes(32), block.to_bytes(32, "little"), None, 0, range(16), size)
 
     start = time.perf_counter()
     for block in range(NUM_BLOCKS):
         header = header_of(block)
-        assert not writer.append(header, views(block))
+        assert not writer.append(header, [part[block].data for part in memory])
         extent = writer._extent
         assert extent is not None
         headers.append(header.encode())
@@ -101,17 +98,24 @@ def measure_reading(directory: Path) -> None:
     print(f"writing: {num_bytes / (time.perf_counter() - start) / 1e9:.2f} GB/s")
     files = {name: os.open(directory / name, os.O_RDONLY) for name, _ in places}
 
+    local = threading.local()
+
+    def buffer() -> bytearray:
+        if not hasattr(local, "buffer"):
+            local.buffer = bytearray(2 * size)
+        return local.buffer
+
     def read_alone(block: int) -> None:
-        head = memoryview(bytearray(len(headers[block]) + TAG_BYTES))
-        read_into(files[places[block][0]], [head, *views(block)], places[block][1])
-
-    reader = RecordReader(store, mac)
-
-    def read_record(block: int) -> None:
-        reader.read(*places[block], header_of(block), views(block))
+        record = memoryview(buffer())[: len(headers[block]) + TAG_BYTES + size]
+        read_into(files[places[block][0]], [record], places[block][1])
 
     def tag_alone(block: int) -> None:
-        mac.tag(headers[block], views(block))
+        mac.tag(headers[block], [memoryview(buffer())[:size]])
+
+    reader, blocks = RecordReader(store, mac), BlockBytes([list(memory)])
+
+    def read_record(block: int) -> None:
+        blocks.copy_in(0, block, reader.read(*places[block], header_of(block), buffer()))
 
     print("| | file alone | tags alone | records | of the lower |\n|---|--:|--:|--:|--:|")
     for name, prepare in (("in the page cache", lambda path: None), ("dropped from it", drop_pages)):

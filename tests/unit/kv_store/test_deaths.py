@@ -25,7 +25,7 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 from quire.failpoints import arm_failpoints
-from quire.kv_store.writer import StoreWriter
+from quire.kv_store.access import StoreWriter
 from tests.unit.kv_store.stores import header_of, open_store, payload_of
 arm_failpoints()
 store = open_store(Path(sys.argv[1]), extent_bytes=int(sys.argv[2]))

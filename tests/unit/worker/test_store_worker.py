@@ -44,7 +44,8 @@ from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
-from quire.worker.kv_transfer.store_worker import NO_PLACE, StoreWorker
+from quire.worker.kv_transfer.store_worker import StoreWorker
+from quire.worker.kv_transfer.transfers import NO_PLACE
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
 from quire.engine.request import Request
+from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex, StoreScanner
 from quire.kv_store.record import REJECTIONS
-from quire.kv_store.writer import REST_S
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult

@@ -1,18 +1,67 @@
-"""Appends records to a directory, extent after extent, and rests when that fails."""
+"""Reads and writes records: a reader proves them before they are used, a writer rests when it fails."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 from quire.kv_store.directory import StoreDirectory, StoreFullError
-from quire.kv_store.extent import ExtentWriter
-from quire.kv_store.record import InvalidRecordError, RecordHeader
+from quire.kv_store.extent import ExtentWriter, open_extent, read_into
+from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordHeader, RecordMac
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
+
+GONE = "gone"
+"""Reason for a record whose extent was deleted: a miss, no damage."""
+
+
+class RecordReader:
+    """Reads from the extents of one directory, which it keeps open until `close`. Any number of threads may read."""
+
+    def __init__(self, directory: StoreDirectory, mac: RecordMac) -> None:
+        self._directory, self._mac = directory, mac
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, extent: str, offset: int, header: RecordHeader, buffer: bytearray) -> memoryview:
+        """Returns the payload of the record at `offset`, which must be the one of `header`; it is in `buffer`, which is
+        made larger if need be. Raises InvalidRecordError."""
+        expected = header.encode()
+        if len(buffer) < header.record_bytes:
+            buffer.extend(bytes(header.record_bytes - len(buffer)))
+        record = memoryview(buffer)[: header.record_bytes]
+        try:
+            num_bytes = read_into(self._open(extent), [record], offset)
+        except FileNotFoundError:
+            raise InvalidRecordError(GONE, f"{extent} was deleted") from None
+        except OSError as e:
+            raise InvalidRecordError("io", f"{extent} cannot be read: {e.strerror}") from None
+        if num_bytes != header.record_bytes:
+            raise InvalidRecordError("truncated", f"{extent} ends within the record at {offset}")
+        head, rest = record[: len(expected)], record[len(expected) :]
+        tag, payload = rest[:TAG_BYTES], rest[TAG_BYTES:]
+        self._mac.check(expected, head, tag, [payload])
+        return payload
+
+    def _open(self, extent: str) -> int:
+        with self._lock:
+            descriptor = self._descriptors.get(extent)
+            if descriptor is None:
+                descriptor = self._descriptors[extent] = open_extent(self._directory.descriptor, extent)
+            return descriptor
+
+    def close(self) -> None:
+        """Closes the extents. No thread may read."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
 
 OPEN_S = 600.0
 """Age at which an extent is sealed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.kv_store.keys import load_key
+from quire.kv_store.directory import load_key
 
 
 def test_a_key_is_made_once(tmp_path: Path) -> None:
