@@ -259,6 +259,29 @@ def test_read_errors_are_misses(make_engine: Callable[..., Engine], monkeypatch:
         assert engine.load(keys, [[20, 21, 22]]).reason == "io"
 
 
+@pytest.mark.parametrize("place", ["kv.write", "kv.seal", "kv.evict"])
+def test_a_thread_outlives_any_error(make_engine: Callable[..., Engine], place: str) -> None:
+    engine = make_engine()
+    keys = make_keys(3)
+    engine.save(keys[:1], [1])
+    hits: list[str] = []
+
+    def fail(name: str, key: str) -> None:
+        hits.append(name)
+        raise RuntimeError("injected")
+
+    with injected(place, fail):
+        if place == "kv.write":
+            result = engine.save(keys[1:2], [2])
+            assert (result.num_saved, result.outcome, result.reason) == (0, "failed", "error")
+        else:  # a reset seals and deletes
+            engine.worker.start(KVConnectorMetadata(params={"reset": True}))
+            engine.save([], [])
+    assert hits == [place]
+    assert engine.save(keys, [1, 2, 3]).num_saved == 3
+    assert engine.load(keys, [[20, 21, 22]]).num_verified == 3
+
+
 @pytest.mark.parametrize(("code", "reason"), [(errno.ENOSPC, "full"), (errno.EIO, "error")])
 def test_write_errors_make_the_writer_rest(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, code: int, reason: str

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,28 +219,36 @@ class _IOThreads:
     def _run_saves(self) -> None:
         _lower_priority()
         writer = StoreWriter(self._directory)
+        task: Save | Namespace | None
         while not self._is_stopping:
             try:
                 task = self.saves.get(timeout=writer.seconds_to_seal())
             except queue.Empty:
-                writer.seal_if_old()
+                _guard(writer.seal_if_old)
                 continue
             if task is None:
                 break
-            if isinstance(task, Namespace):
-                writer.seal()
-                self._delete(task.fingerprint)
-            else:
+            if isinstance(task, Save):
                 task.run(writer)
-        writer.seal()
+            else:
+                _guard(writer.seal)
+                _guard(partial(self._delete, task.fingerprint))
+        _guard(writer.seal)
 
     def _delete(self, fingerprint: bytes) -> None:
         """Deletes the sealed extents of a namespace."""
-        with contextlib.suppress(OSError):
-            for extent in self._directory.list_extents():
-                if fingerprint.hex().startswith(extent.namespace) and self._directory.is_sealed(extent):
-                    failpoint("kv.evict")
-                    self._directory.remove(extent.name)
+        for extent in self._directory.list_extents():
+            if fingerprint.hex().startswith(extent.namespace) and self._directory.is_sealed(extent):
+                failpoint("kv.evict")
+                self._directory.remove(extent.name)
+
+
+def _guard(action: Callable[[], None]) -> None:
+    """Logs an error: a thread that has other work goes on."""
+    try:
+        action()
+    except Exception:
+        logger.exception("the KV store failed")
 
 
 def _lower_priority() -> None:
