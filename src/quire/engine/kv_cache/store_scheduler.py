@@ -120,8 +120,13 @@ class StoreScheduler(KVConnectorScheduler):
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        is_kept_off = self._skips_salted and request.cache_salt is not None
-        return self._saves and self._index is not None and request.lora_request is None and not is_kept_off
+        if not self._saves or self._index is None or request.lora_request is not None:
+            return False
+        params = request.sampling_params
+        is_kept_off = (
+            params is not None and params.extra_args is not None and params.extra_args.get("kv_store") is False
+        )
+        return not is_kept_off and not (self._skips_salted and request.cache_salt is not None)
 
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
         now = time.monotonic()

@@ -17,6 +17,7 @@ from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
 from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
 
@@ -180,6 +181,8 @@ def test_what_is_kept_off(stores: Any) -> None:
     store.identify()
     assert store.half.wants_saves(cast(Request, request_of(17)))
     assert not store.half.wants_saves(cast(Request, request_of(17, cache_salt="s")))
+    kept_off = request_of(17, sampling_params=SamplingParams(extra_args={"kv_store": False}))
+    assert not store.half.wants_saves(cast(Request, kept_off))
     assert not store.half.wants_saves(cast(Request, request_of(17, lora_request=LoRARequest("a", 1, "/a"))))
 
 
