@@ -89,8 +89,8 @@ class KVTransferConfig:
 
     kv_store: str | None = flag(
         None,
-        "Keep KV blocks in this directory: a restart finds the prefixes of before, and servers of one model share "
-        "them. They are as private as the prompts (docs/kv_store.md).",
+        "Keep KV blocks in this directory, as private as the prompts: restarts and other servers of the model find "
+        "them (docs/kv_store.md).",
         metavar="DIR",
     )
     kv_store_size: int = flag(
@@ -102,9 +102,7 @@ class KVTransferConfig:
     kv_store_skip_salted: bool = flag(False, "Keep blocks of requests with a cache_salt out of --kv-store.")
     transfer: dict[str, Any] | None = flag(
         None,
-        "JSON object: a connector of vLLM's, e.g. "
-        '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"path": "DIR"}} '
-        "(docs/kv_store.md).",
+        "JSON object: a store as vLLM's connectors are configured; its extra keys are in docs/kv_store.md.",
         name="kv_transfer_config",
         parse=parse_json_object,
         metavar="JSON",
