@@ -6,6 +6,7 @@ import errno
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -409,6 +410,19 @@ def test_a_reset_deletes_what_is_stored_of_this_model(make_engine: Callable[...,
     engine.worker.start(KVConnectorMetadata(params={"reset": True}))
     engine.worker.close()
     assert list((tmp_path / "store").glob("*.kvx")) == []
+
+
+def test_released_memory_is_not_held(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    keys = make_keys(3)
+    engine.save(keys, [1, 2, 3])
+    engine.load(keys, [[20, 21, 22]])
+    former = weakref.ref(engine.worker._blocks)
+    engine.memory = make_memory([FULL])
+    engine.worker.register_kv_caches(engine.memory)
+    assert engine.load(keys, [[20, 21, 22]]).num_verified == 3
+    engine.worker.close()  # waits for the threads, each of which may have been at its end only
+    assert former() is None
 
 
 def test_memory_of_other_types_is_another_namespace(make_engine: Callable[..., Engine]) -> None:

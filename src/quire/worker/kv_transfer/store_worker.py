@@ -215,6 +215,7 @@ class _IOThreads:
         buffer = bytearray()
         while (task := self.loads.get()) is not None:
             task.run_share(buffer)
+            del task  # it holds the memory of the KV cache, which may be released now
 
     def _run_saves(self) -> None:
         _lower_priority()
@@ -233,6 +234,7 @@ class _IOThreads:
             else:
                 _guard(writer.seal)
                 _guard(partial(self._delete, task.fingerprint))
+            del task
         _guard(writer.seal)
 
     def _delete(self, fingerprint: bytes) -> None:
