@@ -60,6 +60,7 @@ def test_every_failpoint_is_among_them() -> None:
     # no moment in the life of a request without speculation, adapters and workers of their own
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
     elsewhere += ["lora.install", "lora.pack", "lora.read", "lora.remove", "worker.step"]
+    elsewhere += ["kv.evict", "kv.read", "kv.seal", "kv.write"]
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
 
 

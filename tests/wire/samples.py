@@ -44,6 +44,16 @@ from quire.wire.kv_cache import (
     SlidingWindowSpec,
 )
 from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventSource
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SaveOrder,
+    SaveResult,
+)
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
@@ -53,6 +63,7 @@ from quire.wire.stats import (
     BlockMap,
     EngineSnapshot,
     KVCacheEvictionEvent,
+    KVTransferStats,
     PrefillStats,
     PrefixCacheStats,
     RequestSnapshot,
@@ -141,9 +152,11 @@ SPEC_METRICS = SpecDecodeMetrics(3, 2, True)
 SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1], 1, 1, 9, {"budget": 3}, 0.25, False)
 STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
-PREFILL_STATS = PrefillStats(10, 4, 5, 1)
+PREFILL_STATS = PrefillStats(10, 4, 5, 1, "disk")
+TRANSFER_STATS = KVTransferStats(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7})
 SCHEDULER_STATS = SchedulerStats(
-    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1
+    *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
+    TRANSFER_STATS,
 )
 STORED = BlockStored(
     [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
@@ -183,6 +196,13 @@ BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
 REQUEST_SNAPSHOT = RequestSnapshot(
     "0_request", "request", "preempted", 5, 7, 6, 4, 16, 1, -3, 1700000000.5, 2, b"\x01\x00\x00\x00"
 )
+BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
+LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
+SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
+TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK])], [6], {"x": 1})
+LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac")
+SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
+
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,
@@ -247,8 +267,16 @@ FULL: dict[str, Any] = {
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,
     "SchedulerOutput": SchedulerOutput(
-        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True
+        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True, TRANSFERS
     ),
+    "BlockKey": BLOCK_KEY,
+    "LoadOrder": LOAD_ORDER,
+    "SavedBlock": SAVED_BLOCK,
+    "SaveOrder": SaveOrder(8, [SAVED_BLOCK]),
+    "KVConnectorMetadata": TRANSFERS,
+    "LoadResult": LOAD_RESULT,
+    "SaveResult": SAVE_RESULT,
+    "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}),
     "GrammarOutput": GrammarOutput(["r"], np.array([[-1, 3]], dtype=np.int32)),
     "LogprobsLists": LOGPROBS,
     "LogprobsTensors": PROMPT_LOGPROBS,
@@ -302,12 +330,15 @@ FULL: dict[str, Any] = {
     "SpecDecodingStats": SPEC_STATS,
     "PrefillStats": PREFILL_STATS,
     "SchedulerStats": SCHEDULER_STATS,
+    "KVTransferStats": TRANSFER_STATS,
     "StepTrace": STEP_TRACE,
     "PhaseTrace": PHASE_TRACE,
     "TraceWindow": TraceWindow(1.0, 9.5, [STEP_TRACE], [PHASE_TRACE], 100),
     "BlockMap": BLOCK_MAP,
     "RequestSnapshot": REQUEST_SNAPSHOT,
-    "EngineSnapshot": EngineSnapshot(99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6),
+    "EngineSnapshot": EngineSnapshot(
+        99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6, {"pinned": 7}
+    ),
 }
 """Samples by class name."""
 LEFT_AT_DEFAULT = {

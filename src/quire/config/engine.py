@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass, field
 
 from quire.config.flags import flag, parse_human_int
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -217,3 +218,4 @@ class EngineConfig:
     frontend_config: FrontendConfig = field(default_factory=FrontendConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora_config: LoRAConfig = field(default_factory=LoRAConfig)
+    kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -26,9 +27,11 @@ from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
+from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, NoExchange
 from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, SchedulerInterface, StructuredOutputManager
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
+from quire.engine.transfers import TransferLink
 from quire.errors import ServerError, ValidationError
 from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
@@ -81,7 +84,8 @@ class EngineCore:
         heartbeat: HeartbeatWriter | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wake` is called on any thread when a grammar is compiled or an adapter loaded: call `take_news` then."""
+        """`wake` is called on any thread when a grammar is compiled, an adapter loaded or a transfer ends: call
+        `take_news` then."""
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
         self.heartbeat = heartbeat if heartbeat is not None else HeartbeatWriter()
         self.structured_output_manager = make_structured_output_manager(config, wake)
@@ -110,6 +114,10 @@ class EngineCore:
             gates=(adapters,) if config.lora_config.enable_lora else (),
             drafts=drafts,
         )
+        exchange: NoExchange = NO_EXCHANGE
+        if config.kv_transfer_config.connector is not None:
+            link = TransferLink(self.executor, wake)
+            exchange = self.scheduler.connect(partial(KVExchange.from_config, config, sizes.config, link))
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
         self.ready_response = EngineCoreReadyResponse(
@@ -134,7 +142,9 @@ class EngineCore:
         self._num_iterations = 0
         self._undelivered: deque[StepResult] = deque()
         """Results of steps that `step_fn` has not returned yet."""
-        self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps, self.adapters)
+        self.lifecycle = Lifecycle(
+            self.scheduler, self.executor, self.has_work, self.finish_steps, self.adapters, exchange
+        )
         gc.collect()
         gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
@@ -221,8 +231,8 @@ class EngineCore:
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_requests()
 
     def is_blocked(self) -> bool:
-        """Returns whether every request waits for a grammar or an adapter: nothing is to be done before `wake` is
-        called."""
+        """Returns whether every request waits for a grammar, an adapter or a transfer: nothing is to be done before
+        `wake` is called."""
         return not (self._undelivered or self.batch_queue) and self.scheduler.is_blocked()
 
     def take_news(self) -> None:
@@ -389,6 +399,6 @@ class EngineCore:
     def shutdown(self) -> None:
         """Ends the workers and releases everything. May be called twice."""
         self.structured_output_manager.clear_backend()
-        self.executor.shutdown()
         self.scheduler.shutdown()
+        self.executor.shutdown()
         gc.unfreeze()

@@ -26,6 +26,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.errors import ModelLoadError
 from quire.lora_request import LoRARequest
+from quire.resolve import resolve
 from quire.testing.fake_hardware import BlockTable, Clock, FakeAdapters, InFlight, KVMemory, ProtocolError, as_future
 from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
 from quire.wire.execution import (
@@ -39,7 +40,9 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.worker.kv_transfer.worker import KVConnectorWorker
 
 
 class _LiveRequest:
@@ -86,6 +89,9 @@ class FakeExecutor(Executor):
         self._in_flight: deque[InFlight] = deque()
         self._released: set[str] = set()
         """Parts of "weights" and "kv_cache" that sleep has released."""
+        connector = config.kv_transfer_config.connector
+        self.transfers: KVConnectorWorker | None = None if connector is None else resolve(connector.worker)(config)
+        """Worker half of the connector; None: there is none."""
         self.num_computed_tokens = 0
 
     # -- start-up -----------------------------------------------------------------------------------------------
@@ -125,6 +131,8 @@ class FakeExecutor(Executor):
     def _allocate_memory(self) -> None:
         config = self._kv_cache_config
         self._memory = KVMemory(config.num_blocks, max(config.block_sizes))
+        if self.transfers is not None:
+            self.transfers.register_kv_caches(self._memory)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -145,6 +153,8 @@ class FakeExecutor(Executor):
         return output
 
     def _execute(self, step: SchedulerOutput) -> InFlight:
+        if step.kv_connector_metadata is not None:
+            self.send_transfers(step.kv_connector_metadata)
         if self._unsampled is not None:
             raise ProtocolError("execute_model was called twice without sample_tokens in between")
         self._forget(step)
@@ -304,12 +314,14 @@ class FakeExecutor(Executor):
             raise ProtocolError(f"a step was started while {self.pipeline_depth} are under way")
         future = InFlight(output, lambda f: self._finish(f, num_tokens))
         self._in_flight.append(future)
+        self._memory.in_flight.append(self._memory.take_written())
         return future
 
     def _finish(self, future: InFlight, num_tokens: int) -> None:
         if self._in_flight[0] is not future:
             raise ProtocolError("a step was waited for before the steps started earlier")
         self._in_flight.popleft()
+        self._memory.in_flight = self._memory.in_flight[1:]
         if future.output is not None:
             rows = zip(future.output.req_ids, future.output.sampled_token_ids, strict=True)
             self._sampled += [req_id for req_id, token_ids in rows if token_ids]
@@ -327,6 +339,16 @@ class FakeExecutor(Executor):
     def drop_adapter(self, key: AdapterKey) -> None:
         self.adapters.drop(key)
 
+    # -- transfers ----------------------------------------------------------------------------------------------
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        assert self.transfers is not None, "a connector is configured"
+        self.transfers.report = callback
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        assert self.transfers is not None, "a connector is configured"
+        self.transfers.start(orders)
+
     # -- sleep and new weights ----------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
@@ -339,6 +361,7 @@ class FakeExecutor(Executor):
         if self._in_flight or self._unsampled is not None:
             raise ProtocolError("the KV cache was given back while a step was under way")
         self._requests.clear()
+        self._memory.forget_tables()  # transfers may still write into it
         self._allocate_memory()  # zeros
         self._released.add("kv_cache")
 
@@ -357,6 +380,8 @@ class FakeExecutor(Executor):
             raise ProtocolError("the weights were replaced while a step was under way")
         self.model = self.model if path is None else dataclasses.replace(self.model, weights=path)
         self._released.discard("weights")
+        if self.transfers is not None and path is not None:
+            self.transfers.set_weights(path)
 
     # -- the rest of the interface ------------------------------------------------------------------------------
 
@@ -427,6 +452,8 @@ class FakeExecutor(Executor):
 
     def shutdown(self) -> None:
         self._requests.clear()
+        if self.transfers is not None:
+            self.transfers.close()
 
 
 def _allowed(token: int, mask: npt.NDArray[np.int32] | None) -> int:

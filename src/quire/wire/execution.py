@@ -16,6 +16,7 @@ import numpy.typing as npt
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.wire.kv_transfer import KVConnectorMetadata
 
 BlockIds = tuple[list[int], ...]
 """Block ids per KV cache group."""
@@ -79,6 +80,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     has_structured_output_requests: bool = False
     pending_structured_output_tokens: bool = False
     """True if a grammar must first see tokens of a step in flight: its mask cannot be computed yet."""
+    kv_connector_metadata: KVConnectorMetadata | None = None
+    """Transfers of blocks to begin before the step."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

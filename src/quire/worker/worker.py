@@ -15,15 +15,18 @@ from quire.config.observability import ProfilerConfig
 from quire.errors import ConfigError
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
+from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.topology import Group, GroupKind, Topology
 from quire.worker import host, platform
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
+from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 from quire.worker.loader import Placement, load_weights
 from quire.worker.loader.shards import Sharding
 from quire.worker.lora.table import AdapterTable
@@ -60,15 +63,19 @@ class Worker:
         self._adapters: AdapterTable | None = None
         """None: no adapters are served, or no model yet."""
         self._profiler = WorkerProfiler(config.observability_config.profiler, rank)
+        connector = config.kv_transfer_config.connector
+        self._transfers: KVConnectorWorker | None = (
+            None if connector is None else resolve(connector.worker)(config, rank)
+        )
+        """Worker half of the connector; None: blocks stay in the cache."""
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
         """Chooses device, types and threads. Raises ConfigError if the configuration cannot run here."""
-        model, cache_dtype = self.config.model_config, self.config.cache_config.cache_dtype
+        model = self.config.model_config
         self.device = platform.choose_device(self.config.device_config.device)
         self.dtype = platform.resolve_dtype(model, self.device)
-        self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
         if self.device.type == "cpu":
             platform.set_num_threads(num_shares=self.group.size * self.config.parallel_config.num_local_engines)
         self.kernels = choose_kernels(self.device, self.dtype, torch.get_num_threads())
@@ -84,6 +91,12 @@ class Worker:
         if self._collectives is not None and isinstance(self.backend, NativeAttentionBackend):
             self.backend.agree = self._collectives.agree
         stamp("kernels")
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of cached keys and values."""
+        name = self.config.cache_config.cache_dtype
+        return self.dtype if name == "auto" else cast("torch.dtype", getattr(torch, name))
 
     def _join_others(self) -> ShmCollectives:
         """Returns the collectives of this worker and those beside it."""
@@ -213,6 +226,8 @@ class Worker:
         """Allocates the KV cache and the batch."""
         self._kv_cache_config = kv_cache_config
         self.runner.initialize_kv_cache(kv_cache_config, self.max_model_len)
+        if self._transfers is not None:
+            self._transfers.register_kv_caches(self.runner.kv_cache)
         stamp("KV cache")
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -231,6 +246,8 @@ class Worker:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if scheduler_output.kv_connector_metadata is not None:
+            self.start_transfers(scheduler_output.kv_connector_metadata)
         if self._profiler.is_armed:
             self._profiler.begin_step()
         if self._adapters is not None:
@@ -276,6 +293,18 @@ class Worker:
         assert self._adapters is not None, "the engine refuses adapters without --enable-lora"
         return self._adapters
 
+    # -- transfers of blocks ------------------------------------------------------------------------------------------
+
+    def register_transfer_callback(self, report: Report) -> None:
+        """Sets what gets the reports of transfers that have ended, on any thread."""
+        assert self._transfers is not None, "a connector is configured"
+        self._transfers.report = report
+
+    def start_transfers(self, orders: KVConnectorMetadata) -> None:
+        """Begins transfers of blocks, beside the steps."""
+        assert self._transfers is not None, "a connector is configured"
+        self._transfers.start(orders)
+
     # -- sleep and new weights ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
@@ -295,6 +324,8 @@ class Worker:
         self.runner.release_kv_cache()
         if self._draft_model is not None:
             self._draft_model.release_kv_cache()
+        if self._transfers is not None:
+            self._transfers.register_kv_caches(self.runner.kv_cache)
         self.kernels.release_memory()
         platform.release_free_memory(self.device)
 
@@ -313,6 +344,8 @@ class Worker:
     def load_weights(self, path: str | None = None) -> None:
         """Replaces the weights in place by those of `path`; None: reads them again. Raises ModelLoadError."""
         self.loaded[0].weights.replace(None if path is None else Path(path))
+        if self._transfers is not None and path is not None:
+            self._transfers.set_weights(path)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -347,6 +380,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Releases model and cache."""
+        if self._transfers is not None:
+            self._transfers.close()
         if self._adapters is not None:
             self._adapters.shutdown()
         if self._runner is not None:

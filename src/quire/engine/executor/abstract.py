@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 
@@ -100,6 +102,17 @@ class Executor(ABC):
 
     def drop_adapter(self, key: AdapterKey) -> None:
         """Drops a loaded revision, which no request uses any more, before the next step."""
+        raise NotImplementedError
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        """Registers the function that gets the reports of transfers that have ended on all workers, on any thread.
+
+        Raises ConfigError if the workers cannot transfer blocks.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot transfer blocks of the KV cache; leave the connector out")
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        """Gives orders to the workers at once, where no step may come. No step is in flight."""
         raise NotImplementedError
 
     @abstractmethod

@@ -12,6 +12,7 @@ from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 T = TypeVar("T")
@@ -79,6 +80,12 @@ class UniProcExecutor(Executor):
 
     def drop_adapter(self, key: AdapterKey) -> None:
         self.worker.drop_adapter(key)
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        self.worker.register_transfer_callback(callback)
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        self.worker.start_transfers(orders)
 
     def collective_rpc(
         self,
