@@ -12,7 +12,7 @@ from tests.simulation.adapters import Adapters
 from tests.simulation.episode import run_episode
 from tests.simulation.harness import SimulationError
 from tests.simulation.invariants import Invariants
-from tests.simulation.mutants import CHANGE_NO_TOKEN, FRONTEND_MUTANTS, MUTANTS
+from tests.simulation.mutants import CHANGE_NO_TOKEN, FRONTEND_MUTANTS, MUTANTS, TIER_MUTANTS
 from tests.simulation.run import EPISODE_OPERATIONS
 
 MAX_OPERATIONS = 100_000
@@ -34,17 +34,21 @@ LUCKY_SEEDS = {
     "adapter_evicted_in_use": 11, "adapters_beyond_the_budget": 1, "admitted_before_it_is_loaded": 1,
     "core_not_woken": 6, "end_kept_from_the_gates": 1, "one_adapter_too_many": 16,
     "preemption_kept_from_the_gates": 6, "resumed_on_other_files": 41, "revision_not_in_the_key": 66,
+    "accepted_for_other_tokens": 25, "fails_instead_of_waiting": 16, "loaded_beside_a_step": 20,
+    "store_of_the_old_weights": 9,
 }  # fmt: skip
 """Seeds that have caught mutants which seeds 0 and 1 do not. They save time and may age: all seeds follow."""
 
 
-def operations_until_caught(name: str, *, audited: bool = False) -> tuple[int, SimulationError | None]:
+def operations_until_caught(
+    name: str, *, audited: bool = False, tiered: bool | None = None
+) -> tuple[int, SimulationError | None]:
     """Run the lucky seed, then seeds 0, 1, 2, ... until something is noticed; with `audited` all of them have their
-    metrics scraped."""
+    metrics scraped, with `tiered` all have a store outside the engine."""
     done = 0
     for seed in (LUCKY_SEEDS.get(name, 0), *range(MAX_OPERATIONS // EPISODE_OPERATIONS)):
         try:
-            done += run_episode(seed, EPISODE_OPERATIONS, audited=audited)["operations"]
+            done += run_episode(seed, EPISODE_OPERATIONS, audited=audited, tiered=tiered)["operations"]
         except SimulationError as error:
             if isinstance(error.cause, AttributeError | NameError | TypeError):
                 raise  # a mutant that no longer fits the code it patches must not pass for one that was caught
@@ -78,6 +82,17 @@ def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.Mo
     MUTANTS[name](monkeypatch)
     done, error = operations_until_caught(name)
     assert error is not None, f"{name}: {done} operations gave only right answers"
+
+
+@pytest.mark.parametrize("name", TIER_MUTANTS)
+def test_mutant_is_caught_with_a_store(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TIER_MUTANTS[name](monkeypatch)
+    done, error = operations_until_caught(name, tiered=True)
+    assert error is not None, f"{name}: {done} operations noticed nothing"
+    with capsys.disabled():
+        print(f"\n{name}: {done} operations, {type(error.cause).__name__}: {str(error.cause)[:90]}", end=" ")
 
 
 @pytest.mark.parametrize("name", FRONTEND_MUTANTS)
