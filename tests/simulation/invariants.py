@@ -315,6 +315,7 @@ class Invariants:
             assert stats.num_computed_tokens + stats.num_cached_tokens == num_prompt, f"{stats}"
             assert client.admitted_with is not None
             assert stats.num_cached_tokens == min(client.admitted_with, num_prompt), f"{stats}"
+            self.sim.tier.heard_prefill(output.request_id, stats)
             assert self.sim.world.has_tier or not stats.num_external_cached_tokens, f"{stats}"
 
     def heard_stats(self, stats: SchedulerStats | None, *, is_fresh: bool = True) -> None:

@@ -11,7 +11,8 @@ from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import KVExchange
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreOutput
-from quire.wire.stats import KVTransferStats
+from quire.wire.kv_transfer import KVConnectorOutput
+from quire.wire.stats import KVTransferStats, PrefillStats
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -49,6 +50,8 @@ class Tier:
         self._manners = self._rng.choice(MANNERS)
         self._all_manners = set(self._manners)
         self._totals = Counter[str]()
+        self._verified: dict[str, int] = {}
+        """Most tokens that a load has brought for a request, by its id."""
 
     def begin_engine(self) -> None:
         """A new engine uses the store."""
@@ -63,8 +66,21 @@ class Tier:
         worker = self.sim.executor.transfers
         assert isinstance(worker, FakeTierWorker)
         self.worker = worker
-        worker.rng, worker.manners = self._rng, list(self._manners)
+        worker.rng, worker.manners, worker.num_at_once = self._rng, list(self._manners), self._speed
+        worker.report = self._report
+        self._verified.clear()
         self._totals.clear()
+
+    def _report(self, report: KVConnectorOutput) -> None:
+        for result in report.loads:
+            load = self.exchange.loader.sent.get(result.load_id)
+            if load is not None:
+                request_id, num_tokens = (
+                    load.request.request_id,
+                    result.num_verified * self.exchange.connector.block_size,
+                )
+                self._verified[request_id] = max(num_tokens, self._verified.get(request_id, 0))
+        self.exchange.link.put(report)
 
     def _wait(self, seconds: float) -> None:
         """The engine waits for reports: time passes."""
@@ -92,7 +108,8 @@ class Tier:
     def complete(self, number: int) -> None:
         """Transfers end, as far as they do, or more time passes."""
         self._advance(1000 if number % 3 else 3)
-        if number % 5 == 0:
+        if number % 5 == 0 and not self.exchange.has_news:  # what is asked to end in time can do so
+            self._advance(1000)
             self.clock.now += random.Random(number).choice((0.1, 1.0, 3.0, 10.0))
         if number % 7 == 0:
             self.worker.free()
@@ -156,7 +173,15 @@ class Tier:
             if transfer.memory is self.worker._memory:
                 assert set(transfer.block_ids) <= held, f"transfer {transfer.id} has blocks that are not held"
         for request in loading:
+            assert not request.skip_reading_prefix_cache, f"{request} is to compute all its tokens"
             assert request in scheduler.waiting.ready or request in scheduler.waiting.blocked, f"{request} is nowhere"
+
+    def heard_prefill(self, request_id: str, stats: PrefillStats) -> None:
+        """Checks that a request has no more external tokens than were loaded for it."""
+        if self.is_used:
+            num_verified = self._verified.get(request_id, 0)
+            assert 0 <= stats.num_external_cached_tokens <= num_verified, f"{stats}, and {num_verified} were loaded"
+            assert min(stats.num_local_cached_tokens, stats.num_computed_tokens) >= 0, f"{stats}"
 
     def heard(self, stats: KVTransferStats | None) -> None:
         """Checks that loads add up."""

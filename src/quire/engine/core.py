@@ -27,7 +27,7 @@ from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, NoExchange
+from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, NoExchange, check_connector
 from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, SchedulerInterface, StructuredOutputManager
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
@@ -87,6 +87,7 @@ class EngineCore:
         """`wake` is called on any thread when a grammar is compiled, an adapter loaded or a transfer ends: call
         `take_news` then."""
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
+        check_connector(config)
         self.heartbeat = heartbeat if heartbeat is not None else HeartbeatWriter()
         self.structured_output_manager = make_structured_output_manager(config, wake)
         self.structured_output_manager.preload()

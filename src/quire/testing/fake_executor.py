@@ -153,11 +153,11 @@ class FakeExecutor(Executor):
         return output
 
     def _execute(self, step: SchedulerOutput) -> InFlight:
-        if step.kv_connector_metadata is not None:
-            self.send_transfers(step.kv_connector_metadata)
         if self._unsampled is not None:
             raise ProtocolError("execute_model was called twice without sample_tokens in between")
         self._forget(step)
+        if step.kv_connector_metadata is not None:
+            self.send_transfers(step.kv_connector_metadata)
         self._check_totals(step)
         if not step.num_scheduled_tokens:
             return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
@@ -397,6 +397,7 @@ class FakeExecutor(Executor):
         live = [req_id for req_id in sampled if req_id in self._requests]
         for req_id in live:
             self._write_ahead(self._requests[req_id], drafting.num_lookahead_tokens)
+        self._memory.take_written()  # that is done
         return DraftTokenIds(live, [self.propose(req_id, drafting.num_speculative_tokens) for req_id in live])
 
     def propose(self, req_id: str, num_drafts: int) -> list[int]:

@@ -163,8 +163,12 @@ class FakeTierWorker(KVConnectorWorker):
         self.rng = random.Random(0)
         self.manners: list[Manner] = ["good"]
         """Manners of transfers, of which each gets one at random."""
+        self.num_at_once = 0
+        """Most moves at once when orders come, before the step that has carried them."""
         self.active: dict[int, _Transfer] = {}
         self._last_id = 0
+        self._lost_ids: set[int] = set()
+        """Ids that were passed over."""
 
     def register_kv_caches(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -176,7 +180,8 @@ class FakeTierWorker(KVConnectorWorker):
         for transfer_id in orders.cancels:
             if transfer_id in self.active:
                 self.active[transfer_id].is_cancelled = True
-            elif transfer_id > self._last_id:
+            elif transfer_id > self._last_id or transfer_id in self._lost_ids:
+                self._lost_ids.discard(transfer_id)
                 result = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
                 self.report(KVConnectorOutput([result[0]], [result[1]]))
         started: list[LoadOrder | SaveOrder] = [*orders.loads, *orders.saves]
@@ -184,8 +189,11 @@ class FakeTierWorker(KVConnectorWorker):
             transfer = _Transfer(order, self._memory, self.namespace, self.rng.choice(self.manners))
             if transfer.id <= self._last_id:
                 raise ProtocolError(f"transfer {transfer.id} comes after {self._last_id}")
+            self._lost_ids.update(range(self._last_id + 1, transfer.id))
             self.active[transfer.id], self._last_id = transfer, transfer.id
         while self.is_prompt and self.active:
+            self.advance()
+        for _ in range(self.rng.randint(0, self.num_at_once) if self.num_at_once else 0):
             self.advance()
 
     def advance(self) -> bool:
@@ -237,12 +245,7 @@ class FakeTierWorker(KVConnectorWorker):
             record = self.tier.records.get((transfer.namespace, group_id, key.digest))
             slots = bytes([GARBAGE]) * 4 if record is None else record.slots
             transfer.memory.load_block(block_id, slots)
-            if record is None or not record.slots:
-                transfer.failure = "io" if record is None else "mac"
-            elif (record.namespace, record.group_id) != (transfer.namespace, group_id):
-                transfer.failure = "key"
-            elif record.key != key:
-                transfer.failure = "tokens"
+            transfer.failure = transfer.failure or self.find_fault(record, (transfer.namespace, group_id), key)
         if transfer.failure:
             for index in range(transfer.num_done, len(order.keys)):
                 for _, block_id in self._destinations(order, index):
@@ -251,6 +254,17 @@ class FakeTierWorker(KVConnectorWorker):
             return
         transfer.num_done += 1
         self.report(KVConnectorOutput(progress={transfer.id: transfer.num_done}))
+
+    @staticmethod
+    def find_fault(record: StoredBlock | None, place: tuple[str, int], key: BlockKey) -> str:
+        """Returns why a record is not the block `key` at a place; empty: it is."""
+        if record is None:
+            return "io"
+        if not record.slots:
+            return "mac"
+        if (record.namespace, record.group_id) != place:
+            return "key"
+        return "" if record.key == key else "tokens"
 
     def _scribble(self, transfer: _Transfer) -> None:
         """Writes into the blocks of a load, as a read that cannot be stopped does."""

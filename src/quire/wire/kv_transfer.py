@@ -6,10 +6,10 @@ Orders go to the workers with a step (`SchedulerOutput.kv_connector_metadata`), 
 
 The protocol, which a worker half must keep:
 
-* Ids of loads and saves are of one sequence, which only grows. Each order that arrives is answered once, by its result.
+* Ids of loads and saves are of one sequence, and arrive in its order: those that are passed over were lost with a step
+  that failed, and will not come. Each order that arrives is answered once, by its result.
 * A cancel asks to end early: the order's result comes as soon as the worker half no longer touches its blocks. A cancel
-  of an id that is larger than all that have arrived is answered with outcome "unknown" (the order was lost with a step
-  that failed, and will not come). A cancel of an answered order has no effect.
+  of an id that has not arrived is answered with outcome "unknown". A cancel of an answered order has no effect.
 * A load writes its blocks in order of position. `num_verified` counts the leading positions of which every block that
   is to be loaded was read, authenticated and compared with its key.
 * Blocks of a load belong to the worker half until its result; blocks of a save may be read until its result, and their

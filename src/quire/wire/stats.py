@@ -110,8 +110,8 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_computed_tokens: int = 0
     num_local_cached_tokens: int = 0
     num_external_cached_tokens: int = 0
-    external_source: str = ""
-    """Label of their source."""
+    external_by_source: dict[str, int] = {}
+    """The same by label of the source: host, p2p, disk, external_unspecified."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -119,14 +119,14 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
         return self.num_local_cached_tokens + self.num_external_cached_tokens
 
     def after(self, num_tokens: int) -> PrefillStats:
-        """Returns the same for the prompt without its first `num_tokens`. The cached part is the start of it, locally
-        first."""
+        """Returns the same, of one request, for the prompt without its first `num_tokens`. The cached part is the start
+        of it, locally first."""
         num_prompt = self.num_prompt_tokens - num_tokens
         num_cached = max(0, self.num_cached_tokens - num_tokens)
         num_local = max(0, self.num_local_cached_tokens - num_tokens)
-        return PrefillStats(
-            num_prompt, num_prompt - num_cached, num_local, num_cached - num_local, self.external_source
-        )
+        num_external = num_cached - num_local
+        by_source = dict.fromkeys(self.external_by_source, num_external) if num_external else {}
+        return PrefillStats(num_prompt, num_prompt - num_cached, num_local, num_external, by_source)
 
 
 class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -9,7 +9,16 @@ from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
+from quire.engine.request import Request
 from quire.wire.kv_transfer import BlockKey, SavedBlock, SaveOrder, SaveResult
+
+
+def may_be_stored(request: Request) -> bool:
+    """Returns whether blocks of a request may be saved and loaded.
+
+    Those with an adapter may not: their hashes have its name and path, and after a restart other files may be there.
+    """
+    return request.lora_request is None
 
 
 class BlockSaver:
@@ -76,7 +85,7 @@ class BlockSaver:
 
     def _add(self, part: FullBlocks, step: int, order: SaveOrder, pinned: list[KVCacheBlock]) -> None:
         request = part.request
-        is_wanted = self._connector.wants_saves(request)
+        is_wanted = may_be_stored(request) and self._connector.wants_saves(request)
         hashes = request.block_hashes
         for group_id, table in enumerate(part.tables):
             for index, block in enumerate(table, start=part.start):

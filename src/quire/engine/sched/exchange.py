@@ -18,7 +18,7 @@ from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.saver import BlockSaver
+from quire.engine.kv_cache.saver import BlockSaver, may_be_stored
 from quire.engine.request import Request
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
@@ -104,6 +104,17 @@ class NoExchange:
 NO_EXCHANGE = NoExchange()
 
 
+def check_connector(config: EngineConfig) -> None:
+    """Raises ConfigError if a connector is configured that cannot work with the rest."""
+    name = config.kv_transfer_config.kv_connector
+    if name is None:
+        return
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
+    if config.observability_config.record is not None:
+        raise ConfigError(f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {name!r}")
+
+
 class _Steps:
     """Counts steps, and measures those that mainly compute prompts."""
 
@@ -169,17 +180,9 @@ class KVExchange(NoExchange, AdmissionGate):
     def from_config(
         cls, config: EngineConfig, kv_cache_config: KVCacheConfig, link: TransferLink, manager: KVCacheManager
     ) -> KVExchange:
-        """Returns the exchange of the configured connector. Raises ConfigError."""
+        """Returns the exchange of the configured connector."""
         transfer = config.kv_transfer_config
         assert transfer.connector is not None
-        if not manager.enable_caching:
-            raise ConfigError(
-                f"kv_connector {transfer.kv_connector!r} needs the prefix cache; drop --no-enable-prefix-caching"
-            )
-        if config.observability_config.record is not None:
-            raise ConfigError(
-                f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {transfer.kv_connector!r}"
-            )
         connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
@@ -260,7 +263,9 @@ class KVExchange(NoExchange, AdmissionGate):
     def begins_load(
         self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
     ) -> bool:
-        if request.skip_reading_prefix_cache or request in self._loaded or self._declined == (request, num_hits):
+        if request.skip_reading_prefix_cache or not may_be_stored(request):
+            return False
+        if request in self._loaded or self._declined == (request, num_hits):
             return False
         first = num_hits // self._block_size
         if (first + 1) * self._block_size >= request.num_tokens:
@@ -342,7 +347,7 @@ class KVExchange(NoExchange, AdmissionGate):
         loaded = self._loaded.pop(request, None)
         if loaded is not None:
             self.loader.release(loaded[0])
-        if not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache and may_be_stored(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
 
@@ -387,6 +392,7 @@ class KVExchange(NoExchange, AdmissionGate):
             self._abandon(load, "cancelled")
         for load, _ in self._loaded.values():
             loader.release(load)
+        self._loaded.clear()  # all of them may load once more
         saver.drop_unsent()
         self._await(lambda: not saver.num_expected, LET_GO_S / 2)
         saver.cancel_sent(self.clock())
@@ -398,6 +404,7 @@ class KVExchange(NoExchange, AdmissionGate):
             if load.stage == "zombie":
                 loader.quarantine(load)
         saver.give_up(NEVER)
+        self._unblock(None)  # blocks that will not come back are not to be waited for
         self._declined = None
         return True
 

@@ -140,7 +140,7 @@ def make_prefill_stats(request: Request) -> PrefillStats:
         num_computed_tokens=num_prompt - num_cached,
         num_local_cached_tokens=num_local,
         num_external_cached_tokens=num_cached - num_local,
-        external_source=report.external_source if num_cached > num_local else "",
+        external_by_source={report.external_source: num_cached - num_local} if num_cached > num_local else {},
     )
 
 
