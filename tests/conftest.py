@@ -18,15 +18,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import core as hypothesis_core
 
+from tests.checkpoints import MakeCheckpoint, shared_checkpoints
 from tests.rows import ALL_ROWS, keep_pairwise
 from tests.seeds import BASE_SEED, FRESH, examples, seed_of
 from tests.times import COVERED, Times
-from tests.workers import in_file_order, make_scheduler
+from tests.workers import Workers, coverage_controller, shared_directory
 
 _HERE = Path(__file__).parent
-_COVERED = [_HERE.parent / folder for folder in COVERED]
-"""Tests in which `scripts/test --coverage` counts branches: those of the parts with a floor. Counting them doubles the
-time of these tests."""
 _UNTIMED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fresh", _UNTIMED, database=None, max_examples=examples(50))
 settings.register_profile("same", _UNTIMED, database=None, max_examples=examples(50), derandomize=True)
@@ -38,10 +36,14 @@ if FRESH:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", action="store_true", help="print processor seconds per folder, and enforce the budgets")
     parser.addoption("--store-times", action="store_true", help="write tests/times.json")
+    parser.addoption("--workers", type=int, default=1, metavar="N", help="run the files of tests in N processes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Times(config))
+    config.pluginmanager.register(Times(config), "times")
+    num_workers = config.getoption("--workers")
+    if num_workers > 1:
+        config.pluginmanager.register(Workers(config, num_workers), "workers")
 
 
 def pytest_report_header() -> str:
@@ -76,20 +78,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("fresh")
-        if not any(item.path.is_relative_to(folder) for folder in _COVERED):
-            item.add_marker("no_cover")
     if not ALL_ROWS:
         rows = [item for item in items if item.path.is_relative_to(_HERE / "unit" / "worker")]
         dropped = set(rows).difference(keep_pairwise(rows))
         config.hook.pytest_deselected(items=[item for item in rows if item in dropped])
         items[:] = [item for item in items if item not in dropped]
-    if hasattr(config, "workerinput"):
-        items[:] = in_file_order(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return make_scheduler(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -103,6 +96,21 @@ def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["QUIRE_CACHE_ROOT"]
     else:
         os.environ["QUIRE_CACHE_ROOT"] = before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Lets `scripts/test --coverage` count branches in the tests of the parts with a floor: it takes time."""
+    controller, is_covered = coverage_controller(item.config), item.nodeid.startswith(COVERED)
+    if controller is not None and controller.started != is_covered:
+        (controller.resume if is_covered else controller.pause)()
+    return (yield)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """`tiny_checkpoint(family, **overrides)`: its directory, made once per run. Do not write into it."""
+    return shared_checkpoints(shared_directory(tmp_path_factory))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,8 +26,11 @@ STORE = Path(__file__).with_name("times.json")
 BUDGETS = Path(__file__).with_name("time_budgets.toml")
 MARGIN = 2.0
 """A folder may take this much more than its budget before the run fails: no machine is slower in all things alike."""
-COVERED = ("tests/unit/engine", "tests/unit/frontend")
-"""Folders whose branches `scripts/test --coverage` counts, for which they may take twice as long."""
+COVERED = (
+    *("tests/unit/engine/", "tests/unit/frontend/client/", "tests/unit/frontend/supervision/"),
+    *("tests/unit/frontend/test_output_processor.py", "tests/unit/frontend/text/test_detokenizer.py"),
+)
+"""Tests of the parts whose branches have a floor (scripts/coverage). Counting takes them twice as long."""
 SHORTEST_COMPARED_S = 0.5
 """Files that took less when times were stored say nothing about the machine."""
 
@@ -42,6 +45,11 @@ def budgets() -> dict[str, float]:
     return tomllib.loads(BUDGETS.read_text(encoding="utf-8"))["seconds"]
 
 
+def file_of(item: pytest.Item) -> str:
+    """Returns the file of a test, from the root of the project."""
+    return item.nodeid.partition("::")[0]
+
+
 def folder_of(file: str, folders: dict[str, float]) -> str:
     """Returns the longest of the folders with a budget that holds a file; the file's own if there is none."""
     parents = [str(parent) for parent in Path(file).parents]
@@ -50,7 +58,7 @@ def folder_of(file: str, folders: dict[str, float]) -> str:
 
 def exceeded(seconds: dict[str, float], limits: dict[str, float], *, counts_branches: bool = False) -> list[str]:
     """Returns a sentence for each folder that took more than its budget allows, or has none."""
-    factors = {folder: 2 if counts_branches and folder.startswith(COVERED) else 1 for folder in seconds}
+    factors = {folder: 2 if counts_branches and f"{folder}/".startswith(COVERED) else 1 for folder in seconds}
     return [
         f"{folder} took {spent:.0f} s, and its budget is {limits[folder]:.0f} s"
         if folder in limits
@@ -75,7 +83,7 @@ def factor_of(seconds: dict[str, float], stored: dict[str, float]) -> float:
 
 
 class Times:
-    """Counts in the process that runs tests; in the controller of several workers, adds up what they counted."""
+    """Counts in the process that runs tests; in the one that has started workers, adds up what they counted."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -86,24 +94,21 @@ class Times:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         before = _spent()
         result = yield
-        file = item.nodeid.partition("::")[0]
+        file = file_of(item)
         self.seconds[file] = self.seconds.get(file, 0.0) + _spent() - before
         return result
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        output = getattr(self.config, "workeroutput", None)
-        if output is not None:
-            output["times"] = self.seconds
-        elif self.config.getoption("--store-times"):
+        if self.config.getoption("--store-times"):
             stored = {file: round(spent, 1) for file, spent in sorted(self.seconds.items())}
             STORE.write_text(json.dumps(stored, indent=0) + "\n", encoding="utf-8")
         elif self.config.getoption("--times") and self._exceeded() and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        for file, spent in getattr(node, "workeroutput", {}).get("times", {}).items():
+    def add(self, seconds: dict[str, float]) -> None:
+        """Adds what a worker has counted."""
+        for file, spent in seconds.items():
             self.seconds[file] = self.seconds.get(file, 0.0) + spent
 
     def folder_seconds(self) -> dict[str, float]:

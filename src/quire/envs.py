@@ -101,6 +101,12 @@ WEIGHT_CACHE_GIB = EnvVar(
     "64",
     "Most GiB that packed weights may take in the cache directory; the ones used longest ago go first. 0 keeps none.",
 )
+KV_STORE_KEY_FILE = EnvVar(
+    "QUIRE_KV_STORE_KEY_FILE",
+    "",
+    "File of 32 random bytes under which the records of --kv-store are tagged, for several hosts that share a "
+    "directory; empty is the file key in the directory, which is made if there is none.",
+)
 STARTUP_REPORT = EnvVar(
     "QUIRE_STARTUP_REPORT",
     "",

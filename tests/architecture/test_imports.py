@@ -29,18 +29,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vocabulary": {"vocabulary"},
     "config": {"vocabulary", "config"},
     "wire": {"vocabulary", "wire"},
-    "worker": {"vocabulary", "config", "wire", "worker"},
-    "engine": {"vocabulary", "config", "wire", "engine"},
+    "kv_store": {"vocabulary", "config", "wire", "kv_store"},
+    "worker": {"vocabulary", "config", "wire", "kv_store", "worker"},
+    "engine": {"vocabulary", "config", "wire", "kv_store", "engine"},
     "frontend": {"vocabulary", "config", "wire", "frontend"},
     "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
     "replay": {"vocabulary", "config", "wire", "engine", "replay"},
-    "cli": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "replay", "testing", "cli", "face"},
-    "testing": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "cli": {
+        *("vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "replay", "testing", "cli"),
+        "face",
+    },
+    "testing": {"vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "testing", "cli", "face"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
+    "kv_store": {"numpy"},
     "worker": {"torch", "safetensors", "numpy", "transformers"},
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {

@@ -1,16 +1,17 @@
-"""Tiny checkpoints and what transformers makes of them, once per session."""
+"""Tiny checkpoints and the answers of transformers to them, once per session."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
-from quire.testing.tiny_models import make_tiny_checkpoint
+from quire import LLM, SamplingParams
+from tests.checkpoints import MakeCheckpoint
 
-from .oracle import Generation, generate_without_ties
+from .oracle import OUTPUT_LEN, Generation, generate_without_ties
 
 Checkpoint = Callable[[str], Path]
 Oracle = Callable[[str], list[Generation]]
@@ -26,12 +27,20 @@ def _process_of_the_core(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def checkpoint(tiny_checkpoint: MakeCheckpoint) -> Checkpoint:
     """`checkpoint(family)`: its directory."""
-    return cache(lambda family: make_tiny_checkpoint(tmp_path_factory.mktemp(family), family))
+    return tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Checkpoint) -> Oracle:
     """`oracle(family)`: transformers' greedy continuation of 32 prompts."""
-    return cache(lambda family: generate_without_ties(checkpoint(family)))
+    return cache(lambda family: generate_without_ties(checkpoint(family), partial(guess, checkpoint(family))))
+
+
+def guess(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Returns the engine's greedy continuations, which transformers checks."""
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    with LLM(str(path), device="cpu", dtype="float32", max_model_len=640, max_num_seqs=32) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
@@ -20,6 +21,7 @@ from tests.rows import each_family
 
 from .conftest import Checkpoint, Oracle
 from .oracle import OUTPUT_LEN, Generation
+from .oracle import generate as greedy
 
 LOGPROB_TOLERANCE = 1e-4
 MODEL_LEN = 640
@@ -51,6 +53,21 @@ def assert_same_tokens(outputs: list[RequestOutput], expected: list[Generation])
 
 def num_preemptions(outputs: list[RequestOutput]) -> int:
     return sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family == "llama" else pytest.mark.slow) for family in FAMILIES]
+)
+def test_the_oracle_is_what_transformers_generates(family: str, checkpoint: Checkpoint, oracle: Oracle) -> None:
+    """Also where nothing is guessed right."""
+    expected = [g for g in oracle(family) if len(g.prompt) in (1, 33, 129)]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32)
+    for generation in expected:
+        ids = torch.tensor([generation.prompt])
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_LEN, eos_token_id=None)
+        assert found[0, len(generation.prompt) :].tolist() == generation.tokens
+    again = greedy(model, [g.prompt for g in expected], [[7] * OUTPUT_LEN] * len(expected))
+    assert [g.tokens for g in again] == [g.tokens for g in expected]
 
 
 @pytest.mark.parametrize("family", EACH_FAMILY)

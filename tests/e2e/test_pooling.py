@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ Array = npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="session")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(tiny_checkpoint: Make) -> Make:
     """A tiny checkpoint, made once."""
-    return cache(lambda family, **options: make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, **options))
+    return tiny_checkpoint
 
 
 @contextmanager

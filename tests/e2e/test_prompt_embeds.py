@@ -44,17 +44,34 @@ def seen(outputs: list[RequestOutput]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
-        {"num_gpu_blocks_override": 10, "enable_prefix_caching": False},
+COMPANIES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "whole": ({}, (0, 1, 2)),
+    "chunks of 7": ({"max_num_batched_tokens": 7, "max_num_seqs": 7}, (0, 2)),
+    "preempted": ({"num_gpu_blocks_override": 10, "enable_prefix_caching": False}, (1,)),
+    "speculated": (
         {"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False}},
+        (0, 1),
+    ),
+}
+"""Flags, and which of PARAMS; the others with -m slow."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "params_of_requests"),
+    [
+        pytest.param(
+            flags,
+            [params for i, params in enumerate(PARAMS) if (i in chosen) == is_default],
+            id=f"{name}{'' if is_default else ', others'}",
+            marks=() if is_default else pytest.mark.slow,
+        )
+        for name, (flags, chosen) in COMPANIES.items()
+        for is_default in (True, False)
     ],
-    ids=["whole", "chunks of 7", "preempted", "speculated"],
 )
-def test_own_rows_of_the_table_yield_the_same_bits(flags: dict[str, Any]) -> None:
+def test_own_rows_of_the_table_yield_the_same_bits(
+    flags: dict[str, Any], params_of_requests: list[SamplingParams]
+) -> None:
     with engine(**flags) as llm:
         ids = [llm.get_tokenizer().encode(question) for question in QUESTIONS]
         embeds = [{"prompt_embeds": ROWS[i]} for i in ids]
@@ -63,7 +80,7 @@ def test_own_rows_of_the_table_yield_the_same_bits(flags: dict[str, Any]) -> Non
             {"prompt_embeds": ROWS[i], "prompt_token_ids": i, "prompt_is_token_ids": mask}
             for i, mask in zip(ids, masks, strict=True)
         ]
-        for params in PARAMS:
+        for params in params_of_requests:
             expected = llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
             llm.reset_prefix_cache()
             found = llm.generate(embeds, params, use_tqdm=False)

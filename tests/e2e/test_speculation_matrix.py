@@ -70,7 +70,7 @@ LOGPROBS: dict[str, dict[str, Any]] = {
 def rows() -> list[Row]:
     """Requests that hold every pair of choices; many random ones in the fresh tier."""
     rng = random.Random(seed_of(5))
-    drawn = [{name: rng.choice(values) for name, values in CHOICES.items()} for _ in range(500)]
+    drawn = [{name: rng.choice(values) for name, values in CHOICES.items()} for _ in range(500 if FRESH else 3000)]
     chosen = drawn if FRESH else [drawn[i] for i in pairwise_rows(drawn)]
     return [{**row, "index": rng.randrange(5, 14), "prompt": rng.randrange(len(TEXTS))} for row in chosen]
 
@@ -191,7 +191,7 @@ TEXTS = (
 )
 DEFAULT = (
     *(("ngram", "64", "demo", 4), ("suffix", "chunks of 7", "demo", 8), ("draft model", "preempted", "demo", 3)),
-    *(("right", "cached", "demo int8", 4), ("half right", "no jumps", "demo f32", 8), ("wrong", "16", "demo", 3)),
+    *(("right", "cached", "demo int8", 4), ("half right", "no jumps", "demo", 8), ("wrong", "16", "demo", 3)),
     *(("right", "alone", "windows", 8), ("random", "preempted", "windows", 4)),
     *(("eagle", "16", "still", 3), ("eagle3", "chunks of 7", "still", 4)),
 )

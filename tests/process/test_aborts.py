@@ -60,20 +60,25 @@ def test_every_failpoint_is_among_them() -> None:
     # no moment in the life of a request without speculation, adapters and workers of their own
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
     elsewhere += ["lora.install", "lora.pack", "lora.read", "lora.remove", "worker.step"]
+    elsewhere += ["kv.evict", "kv.read", "kv.seal", "kv.write"]
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
 
 
-@pytest.mark.parametrize("place", IN_CORE)
-def test_aborted_in_the_core(place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tally = tmp_path / "tally"
-    monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=sleep({HOLD_S}),tally={tally}")
+def test_aborted_in_the_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One place after the other holds up the core, while there is its file."""
+    armed, tallies = ({place: tmp_path / f"{what} {place}" for place in IN_CORE} for what in ("armed", "tally"))
+    faults = (f"{place}=sleep({HOLD_S}),after={armed[place]},tally={tallies[place]}" for place in IN_CORE)
+    monkeypatch.setenv("QUIRE_FAILPOINTS", ";".join(faults))
 
     async def run() -> None:
         async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
-            for number, (kind, n) in enumerate(VARIANTS):
-                before = _size(tally)
-                await _abort_one(engine, f"r{number}", kind, n, partial(_has_grown, tally, before))
-                await check_free(engine)
+            for place in IN_CORE:
+                armed[place].touch()
+                for number, (kind, n) in enumerate(VARIANTS):
+                    before = _size(tallies[place])
+                    await _abort_one(engine, f"{place}-{number}", kind, n, partial(_has_grown, tallies[place], before))
+                    await check_free(engine)
+                armed[place].unlink()
 
     asyncio.run(run())
 

@@ -69,12 +69,18 @@ def right_tokens(request: EngineCoreRequest, digest: str | None = None) -> list[
     return expected_output(model, prompt, request.sampling_params, 4096, lora, adapter=digest or "").token_ids
 
 
-def kill_core(client: SyncMPClient) -> None:
+def core_pid(client: SyncMPClient) -> int | None:
     supervisor = client.resources.supervisor
     assert supervisor is not None
-    pid = supervisor.core_pid
+    return supervisor.core_pid
+
+
+def kill_core(client: SyncMPClient) -> int:
+    """Returns which process it was: while it is the client's, its outputs may still arrive."""
+    pid = core_pid(client)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def read_until(client: SyncMPClient, tokens: dict[str, list[int]], num_ends: int) -> list[EngineCoreOutput]:
@@ -112,12 +118,12 @@ def test_kills_while_adapters_load_and_run_change_no_token(
     requests = [make_request(f"r{i}", lora) for i, lora in enumerate([*loras, None, *loras])]
     for request in requests:
         client.add_request(request)
-    kill_core(client)  # the first loads have just begun
+    killed = kill_core(client)  # the first loads have just begun
     tokens: dict[str, list[int]] = {}
-    while not tokens:
+    while not tokens or core_pid(client) in (None, killed):
         take_outputs(client, tokens)
-    kill_core(client)  # the base request runs, the others wait for their adapters
-    while sum(map(len, tokens.values())) < len(requests) * NUM_TOKENS // 3:
+    killed = kill_core(client)  # the base request runs, the others wait for their adapters
+    while sum(map(len, tokens.values())) < len(requests) * NUM_TOKENS // 3 or core_pid(client) in (None, killed):
         assert not [end.error_message for end in take_outputs(client, tokens) if end.error_message]
     num_ended = sum(len(ids) == NUM_TOKENS for ids in tokens.values())
     kill_core(client)  # some have begun, some have not, some have ended
@@ -150,11 +156,14 @@ def test_files_that_change_between_death_and_resumption(
         client.add_request(request)
     tokens: dict[str, list[int]] = {}
     ends: list[EngineCoreOutput] = []
+    killed = None
     for death in range(3):
         goal = (death + 1) * len(requests) * NUM_TOKENS // 5
-        while sum(map(len, tokens.values())) < goal and len(ends) < len(requests):
+        while (sum(map(len, tokens.values())) < goal or core_pid(client) in (None, killed)) and len(ends) < len(
+            requests
+        ):
             ends += take_outputs(client, tokens)
-        kill_core(client)
+        killed = kill_core(client)
         for lora in loras[death::3]:
             write(lora, f"other of {lora.lora_name}")
             contents[lora.lora_name].append(fake_digest(lora))

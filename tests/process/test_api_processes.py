@@ -25,8 +25,18 @@ FLAGS = ("--api-key", KEY, "--enable-admin", "--admin-port", "0", "--sse-keep-al
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[ServerProcess]:
-    """Two API processes in front of a fake model of 20 ms a step. A test leaves it as it was, but for pids."""
-    with serving("--api-server-count", "2", *FLAGS, executor="Leisurely") as running:
+    """Two API processes in front of a fake model of 20 ms a step, which a request named "poison" ends. A test leaves it
+    as it was, but for pids."""
+    env = {"QUIRE_FAILPOINTS": "core.step.execute=exit(3),key=poison"}
+    with serving("--api-server-count", "2", *FLAGS, executor="Leisurely", env=env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[ServerProcess]:
+    """A server with limits. The last of its tests ends it."""
+    limits = "--max-requests-per-key", "3", "--max-num-reserved-tokens", "3900"
+    with serving("--api-server-count", "2", "--api-key", KEY, *limits, executor="Leisurely") as running:
         yield running
 
 
@@ -108,7 +118,7 @@ def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess
 def test_a_server_whose_processes_die_again_and_again_serves_on(pair: ServerProcess) -> None:
     """One after the other, at every moment of their lives."""
     core = pair.core_pid()
-    for number in range(4):
+    for number in range(3):
         victim = pair.api_pids()[0]
         client = client_of(pair, pair.api_pids()[-1], KEY)
         stream = Stream(client, [90 + number], 1000)
@@ -137,27 +147,51 @@ def test_streams_of_all_processes_survive_the_death_of_the_core(pair: ServerProc
     wait_until(lambda: all(c.ask("GET", "/health/ready")[0] == 200 for c in clients_of_each(pair, KEY).values()))
 
 
-def test_limits_hold_for_all_processes_together() -> None:
-    with serving(
-        "--api-server-count", "2", "--api-key", KEY, "--max-requests-per-key", "3", "--max-num-reserved-tokens", "3900",
-        executor="Leisurely",
-    ) as server:  # fmt: skip
-        first, second = server.api_pids()
-        running = [Stream(client_of(server, pid, KEY), [50], 1200) for pid in (first, second, first)]
-        assert [stream.status for stream in running] == [200] * 3
-        for pid in (first, second):
-            status, error = client_of(server, pid, KEY).ask("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1})
-            assert status == 429, error
-            assert "3 requests of this key are under way" in error["error"]["message"]
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: client_of(server, second, KEY).ask("GET", "/load")[1] == {"server_load": 1})
-        status, error = client_of(server, second, KEY).ask(
-            "POST", "/v1/completions", {"prompt": [1], "max_tokens": 1400, "n": 2, "temperature": 1}
-        )
-        assert status == 503, "what the dead one had is free again, what the living one has is not"
-        assert "1201 tokens of prompts and outputs" in error["error"]["message"]
-        with server.pace.hurried():
-            assert running[1].read() == running[1].expected
+def test_limits_hold_for_all_processes_together(limited: ServerProcess) -> None:
+    first, second = limited.api_pids()
+    running = [Stream(client_of(limited, pid, KEY), [50], 1200) for pid in (first, second, first)]
+    assert [stream.status for stream in running] == [200] * 3
+    for pid in (first, second):
+        status, error = client_of(limited, pid, KEY).ask("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1})
+        assert status == 429, error
+        assert "3 requests of this key are under way" in error["error"]["message"]
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: client_of(limited, second, KEY).ask("GET", "/load")[1] == {"server_load": 1})
+    status, error = client_of(limited, second, KEY).ask(
+        "POST", "/v1/completions", {"prompt": [1], "max_tokens": 1400, "n": 2, "temperature": 1}
+    )
+    assert status == 503, "what the dead one had is free again, what the living one has is not"
+    assert "1201 tokens of prompts and outputs" in error["error"]["message"]
+    with limited.pace.hurried():
+        assert running[1].read() == running[1].expected
+
+
+LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+def test_no_process_outlives_the_server(limited: ServerProcess) -> None:
+    """However it ends, and also while one of them is stopped."""
+    wait_until(lambda: len(limited.api_pids()) == 2)
+    everyone = [limited.core_pid(), *limited.api_pids()]
+    for client in clients_of_each(limited, KEY).values():
+        begun = client.begin("POST", "/v1/completions", LONG | {"max_tokens": 1900})
+        assert begun.status == 200
+        begun.readline()
+    with stopped(everyone[1:2]):
+        limited.process.kill()
+        limited.process.wait()
+        wait_until(lambda: not any(is_alive(pid) for pid in everyone))
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_server_that_is_asked_to_end() -> None:
+    with serving("--api-server-count", "2", executor="Leisurely") as server:
+        everyone = [server.core_pid(), *server.api_pids()]
+        for client in clients_of_each(server).values():
+            client.begin("POST", "/v1/completions", LONG).readline()
+        server.process.terminate()
+        server.process.wait(TIME_LIMIT_S)
+        assert not any(is_alive(pid) for pid in everyone)
 
 
 def test_stored_responses_are_found_by_every_process(pair: ServerProcess) -> None:
@@ -290,9 +324,25 @@ def test_sigterm_gives_the_streams_of_all_processes_their_time() -> None:
         assert not any(is_alive(pid) for pid in (core, *processes))
 
 
-def test_a_second_signal_ends_all_streams_with_an_error() -> None:
-    with serving("--api-server-count", "2", "--shutdown-timeout", "600", executor="Leisurely") as server:
+def noted(notes: Path) -> set[tuple[int, str]]:
+    """Returns the notes of the stat loggers: the process of each, and which statistics it received."""
+    return {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())}
+
+
+def test_a_second_signal_ends_all_streams_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server listens on a Unix socket, and its processes have a stat logger: the parent's receives the scheduler's
+    statistics, that of an API process its own requests'."""
+    monkeypatch.setenv("NOTED_STATS", str(notes := tmp_path / "notes"))
+    path = tmp_path / "quire.sock"
+    flags = "--uds", str(path), "--stat-loggers", "tests.process.stat_loggers:NotedStats", "--shutdown-timeout", "600"
+    with serving("--api-server-count", "2", *flags, executor="Leisurely") as server:
+        told = {(server.process.pid, "scheduler"), *((pid, "requests") for pid in server.api_pids())}
         clients = clients_of_each(server)
+        with server.pace.hurried():
+            for client in clients.values():
+                stream = Stream(client, [50], 9)
+                assert stream.read() == stream.expected
+        wait_until(lambda: told <= noted(notes))
         begun = [c.begin("POST", "/v1/completions", LONG) for c in clients.values()]
         for response in begun:
             response.readline()
@@ -306,9 +356,8 @@ def test_a_second_signal_ends_all_streams_with_an_error() -> None:
             assert '"code":503' in error
             assert end == "data: [DONE]"
         assert server.process.wait(TIME_LIMIT_S) == 0
-
-
-LONG = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    assert told == noted(notes)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -392,79 +441,55 @@ def test_an_api_process_asked_to_end_alone_is_followed_by_another(pair: ServerPr
     assert other in pair.api_pids()
 
 
-def test_a_poison_costs_two_cores_and_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many processes have requests beside it. Before that, three answer as one does."""
+def test_a_poison_costs_two_cores_and_fails_alone(pair: ServerProcess) -> None:
+    """However many processes have requests beside it."""
+    check_poison(pair)
+
+
+@pytest.mark.slow
+def test_three_processes_answer_as_one_and_a_poison_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=exit(3),key=poison")
     with serving("--api-server-count", "3", *FLAGS, executor="Leisurely") as server:
         check_answers(server, 3)
-        clients = list(clients_of_each(server, KEY).values())
-        victim = client_of(server, server.api_pids()[1], KEY)
-        streams = [Stream(Client(server.url, KEY), [40 + i], 1000) for i in range(9)]
-        streams += [Stream(client, [80 + i], 1000) for i, client in enumerate(clients)]
-        for stream in streams:
-            stream.read(1)
-        status, error = victim.ask("POST", "/v1/completions", {"prompt": [9], "request_id": "poison"})
-        assert status == 500, error
-        server.pace.hurry()
+        check_poison(server)
+
+
+def check_poison(server: ServerProcess) -> None:
+    clients = list(clients_of_each(server, KEY).values())
+    victim = client_of(server, server.api_pids()[1], KEY)
+    streams = [Stream(Client(server.url, KEY), [40 + i], 1000) for i in range(9)]
+    streams += [Stream(client, [80 + i], 1000) for i, client in enumerate(clients)]
+    for stream in streams:
+        stream.read(1)
+    num_restarts = count(victim, "quire_engine_restarts_total")
+    status, error = victim.ask("POST", "/v1/completions", {"prompt": [9], "request_id": "poison"})
+    assert status == 500, error
+    with server.pace.hurried():
         for stream in streams:
             assert stream.read() == stream.expected
         last = Stream(victim, [99], 5)
         assert last.read() == last.expected
-        text = victim.ask("GET", "/metrics")[1]
-        (poisoned,) = re.findall(r"(?m)^quire_requests_poisoned_total\{.*\} (\S+)$", text)
-        assert float(poisoned) == 1
-        server.process.terminate()
-        log = server.program.read_log()
-    assert log.count("starting engine core") == 2, log
+    assert count(victim, "quire_requests_poisoned_total") == 1
+    assert count(victim, "quire_engine_restarts_total") == num_restarts + 2
 
 
-def test_a_process_that_stands_still_delays_a_restart_by_seconds_only() -> None:
+def count(client: Client, name: str) -> float:
+    """Returns the sum of a counter's samples."""
+    text = client.ask("GET", "/metrics")[1]
+    return sum(map(float, re.findall(rf"(?m)^{name}\{{.*\}} (\S+)$", text)))
+
+
+def test_a_process_that_stands_still_delays_a_restart_by_seconds_only(pair: ServerProcess) -> None:
     """A stopped process does not answer when the core dies; the others go on without it, and it goes on when it can."""
-    with serving("--api-server-count", "2", executor="Leisurely") as server:
-        still, other = server.api_pids()
-        streams = [Stream(client_of(server, pid), [50], 1000) for pid in (still, other)]
-        for stream in streams:
-            stream.read(2)
+    still, other = pair.api_pids()
+    streams = [Stream(client_of(pair, pid, KEY), [50], 1000) for pid in (still, other)]
+    for stream in streams:
+        stream.read(2)
+    with pair.pace.hurried():
         with stopped([still]):
-            os.kill(server.core_pid(), signal.SIGKILL)
-            server.pace.hurry()
+            os.kill(pair.core_pid(), signal.SIGKILL)
             assert streams[1].read() == streams[1].expected
         assert streams[0].read() == streams[0].expected
-
-
-def test_a_unix_socket_and_a_stat_logger_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent's logger receives the scheduler's statistics, that of an API process its own requests'."""
-    monkeypatch.setenv("NOTED_STATS", str(notes := tmp_path / "notes"))
-    path = tmp_path / "quire.sock"
-    flags = "--uds", str(path), "--stat-loggers", "tests.process.stat_loggers:NotedStats"
-    with serving("--api-server-count", "2", *flags, executor="Quick") as server:
-        for client in clients_of_each(server).values():
-            stream = Stream(client, [50], 9)
-            assert stream.read() == stream.expected
-        told = {(server.process.pid, "scheduler"), *((pid, "requests") for pid in server.api_pids())}
-        wait_until(lambda: told <= {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())})
-        server.process.terminate()
-        assert server.process.wait(TIME_LIMIT_S) == 0
-    assert told == {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())}
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_no_process_outlives_the_server(signum: int) -> None:
-    """However it ends, and also while one of them is stopped."""
-    with serving("--api-server-count", "2", executor="Leisurely") as server:
-        everyone = [server.core_pid(), *server.api_pids()]
-        for client in clients_of_each(server).values():
-            client.begin("POST", "/v1/completions", LONG).readline()
-        if signum == signal.SIGKILL:
-            with stopped(everyone[1:2]):
-                server.process.kill()
-                server.process.wait()
-                wait_until(lambda: not any(is_alive(pid) for pid in everyone))
-        else:
-            server.process.terminate()
-            server.process.wait(TIME_LIMIT_S)
-            assert not any(is_alive(pid) for pid in everyone)
 
 
 def test_what_keeps_a_process_from_serving_is_said_in_words() -> None:

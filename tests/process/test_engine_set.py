@@ -95,7 +95,7 @@ def test_streams_of_a_killed_engine_go_on_at_the_other() -> None:
             assert client.is_ready
             await wait_for(lambda engine=engine: links[engine].state is LinkState.UP)
 
-    counts = asyncio.run(_read_while(work))
+    counts = asyncio.run(_read_while(work, num_streams=32))
     assert counts["deaths"] == 2
     assert counts["moves.0.killed"] > 0
     assert counts["moves.1.killed"] > 0

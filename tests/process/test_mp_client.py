@@ -331,7 +331,7 @@ def test_a_session_survives_kills_in_and_between_its_segments(start: Clients) ->
     engine = LLMEngine(config, client=start(config), log_stats=False)
     undisturbed = run_session(engine, set())
     assert [len(answer) for answer in undisturbed] == [6, 6, 6]
-    for kill_before in ({0}, {3}, {8}, {12}, {14}, {1, 2, 3, 9, 13}):
+    for kill_before in ({0, 8}, {3, 12}, {1, 2, 14}):
         assert run_session(engine, kill_before) == undisturbed, kill_before
 
 

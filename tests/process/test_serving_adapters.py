@@ -138,19 +138,17 @@ def test_streams_beside_loads_change_no_token(
         audit.check(before)
         streams = [threads.submit(read_again_and_again, *each) for each in enumerate(undisturbed)]
         memory = []
-        for half in (range(num_adapters // 2), range(num_adapters // 2, num_adapters)):
-            loaders = [threads.submit(churn.run, i, half[i::NUM_LOADERS]) for i in range(NUM_LOADERS)]
-            while not all(loader.done() for loader in loaders):
-                audit.check(metrics_of(observer))
-                threading.Event().wait(0.2)
-            try:
+        try:
+            for half in (range(num_adapters // 2), range(num_adapters // 2, num_adapters)):
+                loaders = [threads.submit(churn.run, i, half[i::NUM_LOADERS]) for i in range(NUM_LOADERS)]
+                while not all(loader.done() for loader in loaders):
+                    audit.check(metrics_of(observer))
+                    threading.Event().wait(0.2)
                 for loader in loaders:
                     loader.result()
-            except BaseException:
-                is_over.set()
-                raise
-            memory.append(usage(core))
-        is_over.set()
+                memory.append(usage(core))
+        finally:
+            is_over.set()  # or the readers would go on for ever
         assert all(stream.result() for stream in streams)
 
     def is_as_before() -> bool:

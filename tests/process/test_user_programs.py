@@ -89,15 +89,14 @@ def program(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
     ("text", "exit_code"),
     [
         ("generate(SHORT)", 0),
-        ("generate(SHORT)\nsys.exit(3)", 3),
         ("raise RuntimeError('a bug of the user')", 1),
         ("threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()\ngenerate(LONG)", -signal.SIGINT),
-        ("llm.shutdown()\nllm.shutdown()", 0),
+        ("generate(SHORT)\nllm.shutdown()\nllm.shutdown()\nsys.exit(3)", 3),
         ("del llm\nprint(llm)", 1),
         ("global_cycle = [llm]\nglobal_cycle.append(global_cycle)\ndel llm", 0),
         ("llm.llm_engine.add_request('a', 'x', LONG)", 0),
     ],
-    ids=["end", "exit", "error", "interrupt", "shutdown", "del", "cycle", "live request"],
+    ids=["end", "error", "interrupt", "shutdown, exit", "del", "cycle", "live request"],
 )
 def test_the_engine_ends_with_its_program(program: Callable[[str], Program], text: str, exit_code: int) -> None:
     running = program(text)

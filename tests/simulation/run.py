@@ -40,12 +40,17 @@ def _be_quiet() -> None:
 def run_parallel(
     num_operations: int, num_processes: int = 2, first_seed: int = 0, *, audited: bool | None = None
 ) -> tuple[Counter[str], float]:
-    """At least `num_operations` operations over spawned processes: (what was seen, seconds). Raises SimulationError."""
+    """At least `num_operations` operations over spawned processes, or in this one: (what was seen, seconds).
+
+    Raises SimulationError.
+    """
     num_episodes = -(-num_operations // EPISODE_OPERATIONS)
     chunk = 20
     starts = range(first_seed, first_seed + num_episodes, chunk)
     chunks = [range(start, min(start + chunk, first_seed + num_episodes)) for start in starts]
     began = time.monotonic()
+    if num_processes == 1:
+        return sum((run_seeds(seeds, audited=audited) for seeds in chunks), Counter()), time.monotonic() - began
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=spawn, initializer=_be_quiet) as pool:
         try:

@@ -66,6 +66,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("fleet restart", "quire.cli.fleet:restart_", "Restart them one by one.", checks_environment=False),
     Command("fleet scale", "quire.cli.fleet:scale_", "Change their number.", checks_environment=False),
     Command("cache", "quire.cli.cache:", "List, check or delete what is kept on disk between runs."),
+    Command("kv-store", "quire.cli.kv_store:", "List, check or delete KV blocks on disk."),
     Command(
         "collect-env",
         "quire.cli.collect_env:",

@@ -324,6 +324,8 @@ class Worker:
         self.runner.release_kv_cache()
         if self._draft_model is not None:
             self._draft_model.release_kv_cache()
+        if self._transfers is not None:
+            self._transfers.register_kv_caches(self.runner.kv_cache)
         self.kernels.release_memory()
         platform.release_free_memory(self.device)
 

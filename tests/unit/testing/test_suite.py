@@ -65,13 +65,20 @@ def test_long_files_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {"tests/process/test_a.py": 1.5, "tests/process/test_b.py": 30.0, "tests/unit/test_c.py": 90.0}
     monkeypatch.setattr(times, "stored_seconds", lambda: stored)
     items = [SimpleNamespace(nodeid=f"{file}::test_{i}") for file in ("tests/unit/test_new.py", *stored) for i in "xy"]
-    ordered = workers.in_file_order(items)  # type: ignore[arg-type]  # of an item only its id is read
-    assert [item.nodeid.removesuffix(".py::test_x") for item in ordered[::2]] == [
-        "tests/process/test_b",
-        "tests/process/test_a",
-        "tests/unit/test_c",
-        "tests/unit/test_new",
+    files = workers.by_files(items)  # type: ignore[arg-type]  # of an item only its id is read
+    assert list(files) == [
+        "tests/process/test_b.py",
+        "tests/process/test_a.py",
+        "tests/unit/test_c.py",
+        "tests/unit/test_new.py",
     ]
+    assert [item.nodeid[-1] for item in files["tests/unit/test_c.py"]] == ["x", "y"]
+
+
+def test_the_architecture_tests_go_to_one_worker() -> None:
+    """They share the parsed sources."""
+    items = [SimpleNamespace(nodeid=f"tests/architecture/test_{name}.py::test_it") for name in "ab"]
+    assert workers.by_files(items) == {"tests/architecture": items}  # type: ignore[arg-type]
 
 
 def test_a_folder_over_its_budget_is_named() -> None:

@@ -1,38 +1,18 @@
-"""Tiny checkpoints, written once per session, and the native kernels on every instruction set of this CPU.
+"""The native kernels on every instruction set of this CPU.
 
 Where the library was not built, tests of it are skipped; scripts/setup fails if it could have been."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.worker.kernels.library import Context, NativeLibrary, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.native_sampling import NativeSampling
 from quire.worker.sample.kernel import SamplingKernel
 from quire.worker.sample.torch_kernel import TorchSampling
-
-MakeCheckpoint = Callable[..., Path]
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """`tiny_checkpoint(family, **overrides)`: its directory, made on first use. Do not write into it."""
-    made: dict[str, Path] = {}
-
-    def make(family: str, **overrides: Any) -> Path:
-        key = repr((family, sorted(overrides.items())))
-        if key not in made:
-            made[key] = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
-        return made[key]
-
-    return make
-
 
 LIBRARY = native_library()
 INSTRUCTION_SETS = LIBRARY.instruction_sets() if LIBRARY is not None else ["none"]

@@ -18,8 +18,9 @@ from quire.worker.attention.native_backend import NativeAttentionBackend, StepPl
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.plan import Arena, Plan
+from tests.checkpoints import MakeCheckpoint
+from tests.rows import each_family
 
-from .conftest import MakeCheckpoint
 from .test_row_invariance import MAX_REQS, LogitsOfRequests, make_prompts
 
 
@@ -34,7 +35,7 @@ def planner_of(requests: LogitsOfRequests) -> StepPlanner:
     return planner
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_family(FAMILIES))  # of the others tests/unit/worker/test_row_invariance.py
 def test_a_planned_step_has_the_bits_of_the_model(
     family: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

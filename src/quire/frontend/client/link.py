@@ -87,6 +87,8 @@ class EngineLink:
         self._calls = ControlCalls(client_index)
         self._admits_others = is_shared and is_owner
         self._last_sequence = 0
+        self._early = (-1, 0)
+        """Incarnation and number of the last message that came before the ready frame of its core."""
 
     @property
     def num_live_requests(self) -> int:
@@ -185,7 +187,9 @@ class EngineLink:
             return
         if self.state is not LinkState.DOWN:
             self.on_death(CoreDeath("lost", "was lost and is back", None))
-        self._last_sequence = ready.next_sequence - 1
+        early_incarnation, early_sequence = self._early
+        has_early = early_incarnation == ready.incarnation  # statistics: nothing was asked of the core before
+        self._last_sequence = max(ready.next_sequence - 1, early_sequence if has_early else 0)
         self.ready_response = ready
         self._journal.note_new_core()
         self.state = LinkState.RESTORING
@@ -198,6 +202,7 @@ class EngineLink:
         ready = self.ready_response
         if ready is None or outputs.incarnation != ready.incarnation or self.state is LinkState.GONE:
             self.counts["stale"] += 1
+            self._early = outputs.incarnation, outputs.sequence
             return
         if outputs.sequence and not self._is_next(outputs.sequence):
             return

@@ -156,6 +156,11 @@ class Kernels(ABC):
         and take no memory from `Packs`."""
         return None
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """Facts that decide the bits of results, as far as kernels do: the same facts mean the same bits."""
+        return {"kernels": self.name, "torch": torch.__version__}
+
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:
         """Inside the block, kernels take the memory of packed weights from `packs`. The weight of a kernel that is

@@ -17,8 +17,8 @@ class KVConnectorWorker(ABC):
     """The worker half. The worker calls it on its own thread, and reports come on any: `wire/kv_transfer.py` has the
     protocol.
 
-    Call order: register_kv_caches, then any number of `start`; register_kv_caches again after the cache was released
-    and allocated again; close.
+    Call order: register_kv_caches, then any number of `start`; register_kv_caches again when the cache is released
+    (with a cache of one block) and when it is allocated again; close.
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:

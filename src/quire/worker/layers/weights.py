@@ -8,7 +8,8 @@ implements `PackedWeights`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeVar, _ProtocolMeta, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,20 @@ from quire.worker.quantization.weight import Kind, QuantizedWeight
 T = TypeVar("T")
 
 
+@cache
+def _members(interface: type) -> tuple[str, ...]:
+    return tuple(name for name in {**vars(interface), **interface.__annotations__} if not name.startswith("_"))
+
+
+class _Interface(_ProtocolMeta):
+    """Makes isinstance quick: with that of Python 3.11's protocols a small model spends a third of its loading."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return all(hasattr(instance, name) for name in _members(self))
+
+
 @runtime_checkable
-class PackedWeights(Protocol):
+class PackedWeights(Protocol, metaclass=_Interface):
     """A module whose own parameters are not tensors of the checkpoint, but hold them."""
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -29,7 +42,7 @@ class PackedWeights(Protocol):
 
 
 @runtime_checkable
-class StoredOtherwise(Protocol):
+class StoredOtherwise(Protocol, metaclass=_Interface):
     """A module whose parameters checkpoints hold in another shape."""
 
     def stored_tensors(self, path: str) -> list[tuple[str, Tensor]]:
@@ -38,7 +51,7 @@ class StoredOtherwise(Protocol):
 
 
 @runtime_checkable
-class NamedWeights(Protocol):
+class NamedWeights(Protocol, metaclass=_Interface):
     """A model whose tensors have other names in checkpoints, or whose checkpoints hold tensors that it does not
     need."""
 
@@ -47,7 +60,7 @@ class NamedWeights(Protocol):
 
 
 @runtime_checkable
-class ReorderedWeights(Protocol):
+class ReorderedWeights(Protocol, metaclass=_Interface):
     """A module that computes with rows in another order than checkpoints have them in: see row_order.py."""
 
     row_orders: Mapping[str, Tensor]
@@ -65,7 +78,7 @@ class Cut(NamedTuple):
 
 
 @runtime_checkable
-class CutWeights(Protocol):
+class CutWeights(Protocol, metaclass=_Interface):
     """A module of which one worker has a part of the rows: see worker/loader/shards.py."""
 
     cuts: Mapping[str, Cut]
@@ -73,7 +86,7 @@ class CutWeights(Protocol):
 
 
 @runtime_checkable
-class Prepared(Protocol):
+class Prepared(Protocol, metaclass=_Interface):
     """A module that computes by kernels made of its weights, or of its children's."""
 
     def prepare(self, kernels: Kernels) -> Any:
@@ -84,7 +97,7 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
-class QuantizableWeights(Protocol):
+class QuantizableWeights(Protocol, metaclass=_Interface):
     """A module that can compute with quantized matrices."""
 
     scheme: QuantizationScheme | None

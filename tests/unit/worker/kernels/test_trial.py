@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,19 @@ def test_a_trial_is_run_once(library: NativeLibrary, cache: Path, monkeypatch: p
     ("fault", "why", "is_kept"),
     [
         ("segv", "the trial was ended by SIGSEGV", True),
-        ("kill", "the trial was ended by SIGKILL", False),
-        ("exit(1)", "the trial ended with exit code 1", False),
+        pytest.param("kill", "the trial was ended by SIGKILL", False, marks=pytest.mark.slow),
+        pytest.param("exit(1)", "the trial ended with exit code 1", False, marks=pytest.mark.slow),
+        (-9, "the trial was ended by SIGKILL", False),
+        (1, "the trial ended with exit code 1: the reason", False),
     ],
 )
 def test_a_crash_is_an_answer(
-    library: NativeLibrary, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str, is_kept: bool
+    library: NativeLibrary, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str | int, why: str, is_kept: bool
 ) -> None:
+    """Numbers are exit codes of a process that is not run."""
+    if isinstance(fault, int):
+        done = subprocess.CompletedProcess([], fault, b"", b"a story\nthe reason\n")
+        monkeypatch.setattr(registry.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setenv("QUIRE_FAILPOINTS", f"kernels.trial={fault}")
     names = [candidate_of(library), "portable"]
     monkeypatch.setattr(registry, "ON_TRIAL", frozenset(names[:1]))

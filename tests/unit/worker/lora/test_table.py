@@ -17,9 +17,8 @@ from quire.wire.execution import NewRequestData
 from quire.wire.lora import AdapterLoad
 from quire.worker.lora.table import AdapterTable, _set, _split
 from tests.adapters import PREFIX, factors, tensors, write_adapter
+from tests.checkpoints import MakeCheckpoint
 from tests.lora_worker import GREEDY, LoRAWorker, Work
-
-from ..conftest import MakeCheckpoint
 
 PROMPTS = [[7, 8, 9], list(range(20, 60)), [300, 5, 17, 200, 41]]
 

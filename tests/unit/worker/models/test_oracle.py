@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,14 @@ def logits_without_ties(oracle: Any, length: int) -> tuple[list[int], torch.Tens
     return token_ids, expected
 
 
+kept_model = lru_cache(maxsize=2 * len(FAMILIES))(load)
+kept_oracle = lru_cache(maxsize=2 * len(FAMILIES))(transformers_model)
+"""Several tests take the families' models one after the other."""
+
+
 def assert_same_logits(path: Path, *lengths: int, oracle_path: Path | None = None, **fields: Any) -> None:
     """Quire's model of `path` and transformers' of `oracle_path` agree on random prompts of these lengths."""
-    model, oracle = load(path, **fields), transformers_model(oracle_path or path)
+    model, oracle = kept_model(path, **fields), kept_oracle(oracle_path or path)
     for length in lengths:
         token_ids, expected = logits_without_ties(oracle, length)
         torch.testing.assert_close(quire_logits(model, token_ids), expected, rtol=0, atol=TOLERANCE)
@@ -60,6 +66,98 @@ def assert_same_logits(path: Path, *lengths: int, oracle_path: Path | None = Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_logits_of_transformers(family: str, tiny_checkpoint: Make) -> None:
     assert_same_logits(tiny_checkpoint(family), 1, 33, 290)
+
+
+@pytest.fixture(scope="module")
+def _matmul_rows_are_independent() -> None:
+    """Quire multiplies with q, k and v side by side, transformers one by one: the same bits only if the CPU's matmul
+    does not care."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (torch.randn(n, 48, generator=generator).bfloat16() for n in (100, 48, 24))
+    if not torch.equal(x @ torch.cat((a, b)).T, torch.cat((x @ a.T, x @ b.T), dim=1)):
+        pytest.skip("bfloat16 products depend on the shape of the matrix on this CPU")
+
+
+LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"})
+OTHER_SUMS = LATENT | frozenset(
+    {
+        "afmoe",
+        "bloom",
+        "codegen",
+        "llama4_text",
+        "cohere",
+        "cohere2",
+        "falcon",
+        "gemma4_text",
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gpt_oss",
+        "gptj",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "laguna",
+        "mpt",
+        "nanochat",
+        "phi",
+        "xglm",
+    }
+)
+"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router, afmoe
+and gemma4_text of their routers, granite_swa and granitemoe_swa the answer of attention before its share without the
+sink. Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or
+ALiBi is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the sum of experts is scaled after it is rounded
+(granitemoe, granitemoeshared, laguna); logits are capped in the model's type (nanochat); queries are scaled before
+products (xglm); queries and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made
+of latents before attention, which Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by
+one (llama4_text)."""
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
+@pytest.mark.usefixtures("_matmul_rows_are_independent")
+def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
+    """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
+    path, token_ids = tiny_checkpoint(family), random_tokens(100)
+    exact = quire_logits(kept_model(path), token_ids)
+    ours = quire_logits(load(path, dtype=torch.bfloat16), token_ids)
+    with torch.inference_mode():
+        theirs = transformers_model(path, torch.bfloat16)(torch.tensor([token_ids])).logits[0].float()
+    assert ours.dtype == torch.float32
+    assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", sorted(OTHER_SUMS - {"codegen", "gpt_neo"}))  # their scores are float32
+def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_checkpoint: Make) -> None:
+    """Over several texts where there are experts: one that is chosen otherwise changes a text's errors by a lot."""
+    path = tiny_checkpoint(family)
+    exact_model, model = kept_model(path), load(path, dtype=torch.bfloat16)
+    oracle = transformers_model(path, torch.bfloat16)
+    errors = torch.zeros(2)
+    for length in (200, 190, 180, 170) if family in LATENT | {"afmoe", "granitemoe_swa", "laguna"} else (200,):
+        token_ids = random_tokens(length)
+        exact = quire_logits(exact_model, token_ids)
+        with torch.inference_mode():
+            theirs = oracle(torch.tensor([token_ids])).logits[0].float()
+        ours = quire_logits(model, token_ids)
+        errors += torch.stack([(logits - exact).abs().mean() for logits in (ours, theirs)])
+    assert errors[0] < 1.1 * errors[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_mean_the_family_default(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """transformers omits what equals its class default; Quire reads such a file as transformers reads the full one."""
+    from transformers import AutoConfig
+
+    path = tiny_checkpoint(family)
+    config = json.loads((path / "config.json").read_text())
+    defaults = AutoConfig.for_model(family).to_dict()
+    kept = {k: v for k, v in config.items() if k in ("model_type", "architectures") or defaults.get(k, object()) != v}
+    assert len(kept) < len(config)
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
+    assert_same_logits(tmp_path, 40, oracle_path=path)
 
 
 def rope(rope_type: str, **params: Any) -> dict[str, Any]:
@@ -302,97 +400,6 @@ def test_old_spelling_of_rotary_parameters(
     (tmp_path / "config.json").write_text(json.dumps(config | old))
     (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
     assert_same_logits(tmp_path, 200, oracle_path=path)
-
-
-@pytest.fixture(scope="module")
-def _matmul_rows_are_independent() -> None:
-    """Quire multiplies with q, k and v side by side, transformers one by one: the same bits only if the CPU's matmul
-    does not care."""
-    generator = torch.Generator().manual_seed(0)
-    x, a, b = (torch.randn(n, 48, generator=generator).bfloat16() for n in (100, 48, 24))
-    if not torch.equal(x @ torch.cat((a, b)).T, torch.cat((x @ a.T, x @ b.T), dim=1)):
-        pytest.skip("bfloat16 products depend on the shape of the matrix on this CPU")
-
-
-LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"})
-OTHER_SUMS = LATENT | frozenset(
-    {
-        "afmoe",
-        "bloom",
-        "codegen",
-        "llama4_text",
-        "cohere",
-        "cohere2",
-        "falcon",
-        "gemma4_text",
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gpt_oss",
-        "gptj",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-        "laguna",
-        "mpt",
-        "nanochat",
-        "phi",
-        "xglm",
-    }
-)
-"""Families that round at other places in transformers. gpt-oss rounds the scores of attention and of its router, afmoe
-and gemma4_text of their routers, granite_swa and granitemoe_swa the answer of attention before its share without the
-sink. Attention and MLP are added before the layer's input is (codegen, falcon, gpt_neox, gptj, phi); an activation or
-ALiBi is rounded after each operation (bloom, gpt2, gpt_neo, mpt); the sum of experts is scaled after it is rounded
-(granitemoe, granitemoeshared, laguna); logits are capped in the model's type (nanochat); queries are scaled before
-products (xglm); queries and keys, rotated in float32, have their elements in pairs (cohere); keys and values are made
-of latents before attention, which Quire does not (deepseek, glm4_moe_lite); the answers of experts are rounded one by
-one (llama4_text)."""
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
-@pytest.mark.usefixtures("_matmul_rows_are_independent")
-def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
-    """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
-    path, token_ids = tiny_checkpoint(family), random_tokens(100)
-    exact = quire_logits(load(path), token_ids)
-    ours = quire_logits(load(path, dtype=torch.bfloat16), token_ids)
-    with torch.inference_mode():
-        theirs = transformers_model(path, torch.bfloat16)(torch.tensor([token_ids])).logits[0].float()
-    assert ours.dtype == torch.float32
-    assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
-
-
-@pytest.mark.parametrize("family", sorted(OTHER_SUMS - {"codegen", "gpt_neo"}))  # their scores are float32
-def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_checkpoint: Make) -> None:
-    """Over several texts where there are experts: one that is chosen otherwise changes a text's errors by a lot."""
-    path = tiny_checkpoint(family)
-    exact_model, model, oracle = load(path), load(path, dtype=torch.bfloat16), transformers_model(path, torch.bfloat16)
-    errors = torch.zeros(2)
-    for length in (200, 190, 180, 170) if family in LATENT | {"afmoe", "granitemoe_swa", "laguna"} else (200,):
-        token_ids = random_tokens(length)
-        exact = quire_logits(exact_model, token_ids)
-        with torch.inference_mode():
-            theirs = oracle(torch.tensor([token_ids])).logits[0].float()
-        ours = quire_logits(model, token_ids)
-        errors += torch.stack([(logits - exact).abs().mean() for logits in (ours, theirs)])
-    assert errors[0] < 1.1 * errors[1]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_absent_keys_mean_the_family_default(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    """transformers omits what equals its class default; Quire reads such a file as transformers reads the full one."""
-    from transformers import AutoConfig
-
-    path = tiny_checkpoint(family)
-    config = json.loads((path / "config.json").read_text())
-    defaults = AutoConfig.for_model(family).to_dict()
-    kept = {k: v for k, v in config.items() if k in ("model_type", "architectures") or defaults.get(k, object()) != v}
-    assert len(kept) < len(config)
-    (tmp_path / "config.json").write_text(json.dumps(kept))
-    (tmp_path / "model.safetensors").hardlink_to(path / "model.safetensors")
-    assert_same_logits(tmp_path, 40, oracle_path=path)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.testing.tiny_models import FAMILIES
 from quire.worker.kernels.library import NativeLibrary
+from tests.checkpoints import MakeCheckpoint
 
-from ..conftest import MakeCheckpoint
 from ..quantization.test_checkpoints import CASES, SIZES
 from ..quantization.writers import quantize_checkpoint
 from .together import run_together

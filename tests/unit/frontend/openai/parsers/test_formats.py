@@ -13,7 +13,7 @@ from quire.frontend.openai.parsers.constrained import parse_required, required_s
 from quire.frontend.openai.parsers.events import StreamParser
 from quire.frontend.openai.parsers.harmony import parse_harmony
 from quire.frontend.openai.parsers.tools import TOOL_PARSERS
-from tests.seeds import examples
+from tests.seeds import FRESH, examples
 
 from ..reading import all_text, count_work, read, split
 from .texts import PIECES, TEXTS
@@ -247,8 +247,9 @@ BOMBS = {
 @pytest.mark.parametrize("size", [3, 4096])
 @pytest.mark.parametrize("bomb", sorted(BOMBS))
 def test_work_grows_no_faster_than_the_text(bomb: str, size: int) -> None:
-    text = BOMBS[bomb]
-    for name in DISTINCT:
+    """Each format reads each text in pieces of one size; of both in the fresh tier."""
+    text, first = BOMBS[bomb], (sorted(BOMBS).index(bomb) + (size == 3)) % 2
+    for name in DISTINCT if FRESH else DISTINCT[first::2]:
         program = TOOL_PARSERS[name].program
         small = count_work(program, split(text[: len(text) // 8], size))
         large = count_work(program, split(text[: len(text) // 4], size))
