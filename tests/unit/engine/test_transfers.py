@@ -15,7 +15,7 @@ from quire.wire.kv_transfer import KVConnectorOutput, LoadResult, SaveResult, Tr
 
 
 class Transferring:
-    """What a link needs of an executor."""
+    """The part of an executor that a link uses."""
 
     def send_transfers(self, orders: Any) -> None: ...
 

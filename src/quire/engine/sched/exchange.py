@@ -32,7 +32,7 @@ from quire.wire.stats import KVTransferStats, SchedulerStats
 LET_GO_S = 1.0
 """Seconds that a reset waits for transfers to end."""
 PREFILL_TOKENS = 32
-"""Steps of so many tokens show what computing costs."""
+"""Steps of so many tokens, and of so many per request, show what computing prompts costs."""
 
 
 class NoExchange:
@@ -130,7 +130,8 @@ class _Steps:
     def receive(self, output: SchedulerOutput, cost: LoadCost, now: float) -> None:
         began, self._last_at = max(self._sent_at.popleft(), self._last_at), now
         self.num_received += 1
-        if output.total_num_scheduled_tokens < PREFILL_TOKENS:
+        num_requests = len(output.num_scheduled_tokens)
+        if not num_requests or output.total_num_scheduled_tokens < PREFILL_TOKENS * num_requests:
             return
         cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

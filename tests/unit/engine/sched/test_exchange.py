@@ -345,7 +345,7 @@ def test_few_tokens_are_computed(filled: FakeTier) -> None:
 
 
 def test_a_request_waits_for_blocks_that_a_transfer_holds(filled: FakeTier) -> None:
-    """It runs alone and does not fit now: to fail it would be wrong."""
+    """Nothing runs beside the request, and it does not fit now: to fail it would be wrong."""
     engine = begin(filled, "hung", num_blocks=17)
     engine.core.abort_requests(["a"])
     del engine.requests["a"]
