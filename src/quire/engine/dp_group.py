@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from quire.engine.waves import Verdict, Vote, agree
 from quire.errors import ConfigError
+from quire.wire.shared_memory import GROUP_PAGE_BYTES
 
-PAGE_BYTES = 1 << 12
 MAX_RANKS = 64
 LOOK_S = 0.02
 """Interval at which ranks that keep others waiting are checked for their deaths."""
@@ -53,12 +53,6 @@ class Agreement(NamedTuple):
     wave: int
 
 
-def make_group_file(path: Path) -> None:
-    """Makes the page of a group without members."""
-    path.write_bytes(bytes(PAGE_BYTES))
-    path.chmod(0o600)
-
-
 class DPGroup:
     """The group, as one rank takes part in it. Belongs to one thread.
 
@@ -72,7 +66,7 @@ class DPGroup:
             raise ConfigError(f"engine {rank} of {size} cannot be in a group: one has 2 to {MAX_RANKS} engines")
         self._path, self._rank, self._clock = path, rank, clock
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._memory = mmap.mmap(self._file, PAGE_BYTES)
+        self._memory = mmap.mmap(self._file, GROUP_PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
         self._life = -1
         self._number = 0

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from quire.engine import dp_group
-from quire.engine.dp_group import LOOK_S, Agreement, DPGroup, make_group_file
+from quire.engine.dp_group import LOOK_S, Agreement, DPGroup
 from quire.engine.waves import Verdict, Vote
 from quire.errors import ConfigError
+from quire.wire.shared_memory import make_group_file
 
 WORK, NONE, PAUSING = Vote(True, False), Vote(False, False), Vote(False, True)
 
