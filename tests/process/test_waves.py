@@ -123,5 +123,11 @@ def test_many_deaths_in_waves_lose_nothing() -> None:
                 await client.call_utility_async("pause_scheduler", "keep", False)
                 await client.call_utility_async("resume_scheduler")
 
+        await wait_for(lambda: client.num_engines_up == 3)
+        await client.restart_engines()
+        await client.scale(4)
+        await client.scale(1)
+        await client.scale(2)
+
     counts = asyncio.run(read_while(work, size=3, **WAVES))
     assert counts["deaths"] > 20

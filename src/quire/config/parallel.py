@@ -114,9 +114,6 @@ class ParallelConfig:
         "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
         " Default: uni for one worker, else mp.",
     )
-    dp_sync_interval: int = flag(
-        16, "Steps between two agreements of the engines that share experts.", parse=int, minimum=1, maximum=1 << 20
-    )
     enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
     elastic_ep_max_dp_size: int | None = flag(
         None,
