@@ -39,56 +39,62 @@ async def kill_coordinator(client: DPLBAsyncMPClient) -> None:
 
 
 def test_deaths_of_the_coordinator_and_of_an_engine_in_a_wave_lose_nothing() -> None:
-    async def work(client: DPLBAsyncMPClient) -> None:
-        link = client._link_thread.links.links[1]
-        await kill_coordinator(client)
-        kill(client, 1)
-        await wait_for(lambda: link.state is LinkState.DOWN)
-        await wait_for(lambda: not link.num_live_requests)  # they have moved, and the other engine goes on alone
-        await wait_for(lambda: link.state is LinkState.UP)
-        await wait_for(lambda: link.num_live_requests > 0)
-        await client.call_utility_async("pause_scheduler", "keep", False)
-        assert await client.call_utility_async("is_scheduler_paused")
-        await client.call_utility_async("resume_scheduler")
-
-    counts = asyncio.run(read_while(work, **WAVES))
-    assert counts["deaths"] == 1
-    assert counts["moves.1.killed"] > 0
-    assert counts["poisoned_requests"] == 0
-
-
-def test_one_request_makes_all_step_and_a_new_coordinator_starts_the_next_wave() -> None:
-    """Requests one by one: each is a wave, and the engine without one runs dummy steps. None waits for ever."""
+    """First requests one by one, each a wave, where a start that is lost would make both engines wait for ever; then
+    many at once."""
 
     async def run() -> None:
         history, load = History(), FakeLoad(random.Random(3))
         async with running(fake_args(data_parallel_size=2, dp_coordinator="always")) as engine:
             client = dp_client(engine)
+            follower, metrics = client._link_thread.coordinator, engine.llm.pipeline.stats.metrics
+            assert follower is not None
+            assert metrics is not None
 
             async def send() -> None:
                 request_id, prompt, params = load.make()
                 await read(engine, history, request_id, {"prompt_token_ids": prompt}, params)
 
             await send()
-            follower = client._link_thread.coordinator
-            assert follower is not None
             await wait_for(lambda: follower.wave >= 1)
             await kill_coordinator(client)
             wave = follower.wave
             await send()
             await wait_for(lambda: follower.wave > wave)
-            metrics = engine.llm.pipeline.stats.metrics
-            assert metrics is not None
             snapshot = metrics.snapshot()
             assert snapshot.value("quire_dp_wave") > wave
             assert snapshot.value("quire_dummy_batches") > 0
-            pid = coordinator_of(client).pid
+
+            worker = asyncio.create_task(_kill_and_pause(client))
+
+            async def read_on() -> None:
+                while not worker.done():
+                    await send()
+
+            await asyncio.gather(*(read_on() for _ in range(16)))
+            await worker
+            counts, pid = engine.counts, coordinator_of(client).pid
+        assert (counts["deaths"], counts["poisoned_requests"]) == (1, 0)
+        assert counts["moves.1.killed"] > 0
+        assert history.problems() == history.token_differences(load.expected) == []
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-        assert history.problems() == history.token_differences(load.expected) == []
 
     asyncio.run(run())
+
+
+async def _kill_and_pause(client: DPLBAsyncMPClient) -> None:
+    """Kills engine 1 while it has requests, waits until it has some again, and pauses all."""
+    link = client._link_thread.links.links[1]
+    await wait_for(lambda: link.num_live_requests > 3)
+    kill(client, 1)
+    await wait_for(lambda: link.state is LinkState.DOWN)
+    await wait_for(lambda: not link.num_live_requests)  # they have moved, and the other engine goes on alone
+    await wait_for(lambda: link.state is LinkState.UP)
+    await wait_for(lambda: link.num_live_requests > 0)
+    await client.call_utility_async("pause_scheduler", "keep", False)
+    assert await client.call_utility_async("is_scheduler_paused")
+    await client.call_utility_async("resume_scheduler")
 
 
 @pytest.mark.parametrize(

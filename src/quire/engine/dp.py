@@ -78,6 +78,12 @@ class DPEngineCoreProc(EngineCoreProc):
         if self._group.is_joining and (agreement := self._group.poll()) is not None:
             self._follow(agreement)  # it was admitted while it was idle
 
+    def run_busy_loop(self) -> None:
+        try:
+            super().run_busy_loop()
+        finally:
+            self._group.leave()  # the way out may take a while, and the others wait for this engine's vote
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _process_engine_step(self) -> bool:
@@ -173,7 +179,3 @@ class DPEngineCoreProc(EngineCoreProc):
         if self.waves.is_paused:
             self._group.rejoin()
         self._take(self.waves.on_resume(self._has_own_work()))
-
-    def shutdown(self) -> None:
-        self._group.leave()
-        super().shutdown()
