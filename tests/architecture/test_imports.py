@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"vocabulary", "config", "wire", "kv_store", "engine"},
     "frontend": {"vocabulary", "config", "wire", "frontend"},
     "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
+    "coordinator": {"vocabulary", "wire", "coordinator"},
     "replay": {"vocabulary", "config", "wire", "engine", "replay"},
     "cli": {
         *("vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "replay", "testing", "cli"),
@@ -52,6 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec", "safetensors"),
         *("starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
+    "coordinator": {"msgspec", "zmq"},
     "replay": {"msgspec", "numpy"},
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp"},

@@ -98,6 +98,12 @@ class ParallelConfig:
         "there is none; never move.",
         choices=("auto", "wait", "never"),
     )
+    dp_coordinator: Literal["auto", "always"] = flag(
+        "auto",
+        "Whether engines step together: never (auto), or always, for an executor of yours whose steps need all engines "
+        "of the server.",
+        choices=("auto", "always"),
+    )
     headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")
     nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
     node_rank: int = flag(0, "Number of this machine among --nnodes.", parse=int, minimum=0, maximum=1023, short="-r")
@@ -107,9 +113,6 @@ class ParallelConfig:
         None,
         "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
         " Default: uni for one worker, else mp.",
-    )
-    dp_sync_interval: int = flag(
-        16, "Steps between two agreements of the engines that share experts.", parse=int, minimum=1, maximum=1 << 20
     )
     enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
     elastic_ep_max_dp_size: int | None = flag(
@@ -176,6 +179,11 @@ class ParallelConfig:
     def first_engine(self) -> int:
         """Rank of the first engine on this machine."""
         return self.data_parallel_rank or self.data_parallel_start_rank or 0
+
+    @property
+    def has_waves(self) -> bool:
+        """True if the engines step together."""
+        return self.dp_coordinator == "always" and self.data_parallel_size > 1
 
     @property
     def executor_backend(self) -> str:
@@ -254,6 +262,15 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         lambda c: c.first_engine + c.num_local_engines > c.data_parallel_size,
         "engine {c.first_engine} is the first of {c.num_local_engines} on this machine, but --data-parallel-size "
         "{c.data_parallel_size} counts those of all machines, from 0 on",
+    ),
+    (
+        lambda c: c.dp_coordinator == "always" and (c.num_local_engines != c.data_parallel_size),
+        "--dp-coordinator always: the engines that step together are those of one server on one machine, and this one "
+        "has {c.num_local_engines} of {c.data_parallel_size}",
+    ),
+    (
+        lambda c: c.dp_coordinator == "always" and not 1 < c.data_parallel_size <= 64,
+        "--dp-coordinator always: 2 to 64 engines step together, not {c.data_parallel_size}",
     ),
     (
         lambda c: c.nnodes > 1 and c.executor_backend == "ray",

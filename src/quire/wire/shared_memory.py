@@ -1,10 +1,12 @@
-"""Files without a name that processes share by inheriting their descriptors, and the abort word of workers."""
+"""Files that processes share: without a name, by inheriting their descriptors, and the page of engines that step
+together; and the abort word of workers."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 
 def make_shared_file(num_bytes: int) -> int:
@@ -26,3 +28,12 @@ WORKERS_FILE_BYTES = 1 << 40
 def set_abort_word(fd: int) -> None:
     """Makes every barrier of the workers that share the file fail, because one of them has."""
     os.pwrite(fd, (1).to_bytes(4, sys.byteorder), 0)
+
+
+GROUP_PAGE_BYTES = 1 << 12
+
+
+def make_group_file(path: Path) -> None:
+    """Makes the page of a group without members (`engine/dp_group.py`)."""
+    path.write_bytes(bytes(GROUP_PAGE_BYTES))
+    path.chmod(0o600)

@@ -7,6 +7,8 @@ more engine needs no further socket of the client, only a handshake of its own.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -14,12 +16,15 @@ import zmq
 from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.server import encode_config
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
+from quire.frontend.client.coordinator_link import CoordinatorLink
 from quire.frontend.client.link_thread import LinkThread
+from quire.frontend.supervision.coordinator_launch import CoordinatorPlan, CoordinatorSupervisor
 from quire.frontend.supervision.launch import CoreLaunch
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.wire.engine_core import EngineCoreReadyResponse
-from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
+from quire.wire.handshake import ClientAddresses, CoordinatorAddresses, EngineZmqAddresses
+from quire.wire.shared_memory import make_group_file
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
 
 
@@ -55,6 +60,33 @@ class EngineLauncher:
             [bound_address(self.input_socket), *(other.input_address for other in others)],
             [bound_address(self.output_socket), *(other.output_address for other in others)],
         )
+        self._group_file: Path | None = None
+        self.coordinator: CoordinatorSupervisor | None = None
+        """Set by `start_coordinator`, for engines that step together."""
+
+    def start_coordinator(self, on_gone: Callable[[QuireError], None]) -> CoordinatorLink:
+        """Starts the coordinator of engines that step together, and waits for it. Returns our connection to it. Raises
+        EngineDeadError if it cannot be started."""
+        front, back, intake = (
+            f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(f"coordinator-{name}")
+            for name in ("front", "back", "intake")
+        )
+        plan = CoordinatorPlan(
+            CoordinatorAddresses(front, back, intake), self._config.parallel_config.data_parallel_size, self._ours
+        )
+        self.coordinator = CoordinatorSupervisor(plan, self._config.lifecycle_config, on_gone)
+        self.coordinator.start()
+        try:
+            bound = self.coordinator.addresses.result()
+        except BaseException:
+            self.input_socket.close(linger=0)
+            self.output_socket.close(linger=0)
+            raise
+        self._addresses.coordinator_input, self._addresses.coordinator_output = bound.back, bound.intake
+        self._addresses.frontend_stats_publish_address = bound.front
+        self._group_file = self._directory.path / "group"
+        make_group_file(self._group_file)
+        return CoordinatorLink(self._context, bound.front, self._the_cores)
 
     def _bind(self, name: str, socket_type: int) -> zmq.Socket[Any]:
         address = f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(name)
@@ -73,6 +105,7 @@ class EngineLauncher:
             engine_index=engine,
             is_one_of_several=config.parallel_config.num_local_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
+            group_file=None if self._group_file is None else str(self._group_file),
         )
 
         def is_needed() -> bool:

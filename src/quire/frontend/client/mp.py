@@ -108,6 +108,9 @@ class BackgroundResources:
         self.stop_supervisors()
         for supervisor in list(self.supervisors.values()):
             all_ended &= _join(supervisor, supervisor.end_timeout_s)
+        if self.launcher is not None and self.launcher.coordinator is not None:
+            self.launcher.coordinator.stop()
+            all_ended &= _join(self.launcher.coordinator, THREAD_END_S)
         if self.link_thread is not None:
             self.link_thread.stop()
             all_ended &= _join(self.link_thread, THREAD_END_S)
@@ -191,6 +194,8 @@ class MPClient(ABC):
         if engines is None:
             engines = make_engine_set(config, lambda: EngineLink(is_shared=client_count > 1, is_owner=True))
         thread = LinkThread(engines, launcher.input_socket, launcher.output_socket, sink)
+        if config.parallel_config.has_waves:
+            thread.coordinator = launcher.start_coordinator(lambda error: thread.post(lambda: thread.fail(error)))
         for engine in engines.links:
             resources.supervisors[engine] = launcher.make_supervisor(engine, thread)
         thread.on_gone = resources.stop_supervisors
@@ -298,8 +303,10 @@ class MPClient(ABC):
     def add_request(self, request: EngineCoreRequest) -> None:
         """Sends a request. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
         self._check_usable()
-        frames = self._encode(request)
         thread = self._link_thread
+        if thread.coordinator is not None:
+            request.current_wave = thread.coordinator.wave
+        frames = self._encode(request)
         thread.post(lambda: thread.add_request(request, frames))
 
     @property

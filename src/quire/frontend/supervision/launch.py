@@ -69,6 +69,8 @@ class CoreLaunch:
     """Sequence number of its first batch of KV cache events."""
     preload: tuple[str, ...] = ()
     """Dotted names the core resolves while it shakes hands."""
+    group_file: str | None = None
+    """Page of the engines that step together; None for independent ones."""
     working_dir: str = field(default_factory=os.getcwd)
     """Directory in which relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=search_path)
@@ -148,6 +150,7 @@ class CoreProcess:
             log_stats=self._launch.log_stats,
             heartbeat_path=str(self._heartbeat_path),
             without_drafts=self._launch.without_drafts,
+            group_file=self._launch.group_file,
         )
 
     # -- life and death -------------------------------------------------------------------------------------------
