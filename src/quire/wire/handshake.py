@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.errors import ConfigError
+from quire.wire.sockets import CurveKeys
 
 PROTOCOL_VERSION = 2
 """Version of everything in `wire/`. Both sides must have the same: other versions are refused."""
@@ -82,6 +83,8 @@ class EngineHandshakeMetadata(msgspec.Struct):
     parallel_config: dict[str, Any] = {}
     without_drafts: bool = False
     """True: this core must not speculate."""
+    curve: CurveKeys | None = None
+    """The core's keys for network addresses; None: there are none."""
 
 
 def check_protocol_version(theirs: int, who: str) -> None:

@@ -6,21 +6,28 @@ more engine needs no further socket of the client, only a handshake of its own.
 
 from __future__ import annotations
 
-import dataclasses
+import socket
 from typing import Any
 
 import zmq
 
 from quire import envs
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, describe_engine
+from quire.config.parallel import ParallelConfig
 from quire.config.server import encode_config
 from quire.errors import ConfigError
 from quire.frontend.client.link_thread import LinkThread
-from quire.frontend.supervision.launch import CoreLaunch
+from quire.frontend.supervision.launch import CoreLaunch, pin_config
+from quire.frontend.supervision.nodes import FAREWELL_MS, NodeListener, NodeTable, Served
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.frontend.supervision.supervisor import CoreSupervisor
+from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreReadyResponse
 from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
-from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
+from quire.wire.nodes import derive_keys, network_addresses, read_fleet_key
+from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
+
+logger = init_logger(__name__)
 
 
 class EngineLauncher:
@@ -36,9 +43,15 @@ class EngineLauncher:
         client_count: int = 1,
     ) -> None:
         """Raises ConfigError for sockets that cannot be."""
-        self._host = config.parallel_config.engine_host
+        parallel = config.parallel_config
+        self._host = parallel.engine_host
         if self._host is not None and client_count > 1:
             raise ConfigError(f"--engine-host {self._host}: an engine core that is reached over TCP has one client")
+        if parallel.num_remote_engines and client_count > 1:
+            raise ConfigError(
+                f"--api-server-count {client_count - 1}: engines on other machines (--data-parallel-size-local "
+                f"{parallel.num_local_engines} of {parallel.data_parallel_size}) have one client; leave it out"
+            )
         self._config, self._context, self._directory, self._log_stats = config, context, directory, log_stats
         self._pinned = config
         """Configuration of later cores of an engine, and of further engines."""
@@ -55,6 +68,51 @@ class EngineLauncher:
             [bound_address(self.input_socket), *(other.input_address for other in others)],
             [bound_address(self.output_socket), *(other.output_address for other in others)],
         )
+        self._nodes: zmq.Socket[Any] | None = None
+        if parallel.num_remote_engines:
+            self._nodes = self._open_to_nodes(parallel)
+
+    def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
+        """Lets cores of other machines connect to the sockets that those of this one use. Returns the socket of the
+        machines themselves. Raises ConfigError for a key or an address that cannot be used."""
+        assert parallel.fleet_key is not None  # ParallelConfig has checked it
+        ours, _ = derive_keys(read_fleet_key(parallel.fleet_key), parallel.engine_link_timeout_s)
+        self.door = CurveDoor(self._context, [ours.peer_public])
+        host = find_own_address(parallel.data_parallel_address or parallel.master_addr)
+        own, inputs, outputs = network_addresses(host, parallel.data_parallel_rpc_port)
+        bind_network(self.input_socket, inputs, ours)
+        bind_network(self.output_socket, outputs, ours)
+        try:
+            return make_zmq_socket(self._context, own, zmq.ROUTER, bind=True, linger_ms=FAREWELL_MS, curve=ours)
+        except zmq.ZMQError as e:
+            raise ConfigError(f"{own} cannot be listened on: {e}") from e
+
+    def make_node_listener(self, thread: LinkThread) -> NodeListener | None:
+        """Returns the thread that speaks with other machines, not started; None if there are to be none."""
+        parallel = self._config.parallel_config
+        if self._nodes is None:
+            return None
+
+        def look(engine: int) -> Served:
+            link = thread.links.links[engine]
+            ready = link.ready_response
+            connected, num_blocks = (-1, 0) if ready is None else (ready.incarnation, ready.num_gpu_blocks)
+            return Served(link.is_needed, connected, num_blocks)
+
+        table = NodeTable(
+            parallel.remote_engines,
+            parallel.data_parallel_size,
+            describe_engine(self._config),
+            parallel.engine_link_timeout_s,
+            _RemoteReports(thread),
+            look,
+        )
+        logger.info(
+            "engines %s are expected from other machines, at %s",
+            ", ".join(map(str, parallel.remote_engines)),
+            bound_address(self._nodes),
+        )
+        return NodeListener(table, self._nodes)
 
     def _bind(self, name: str, socket_type: int) -> zmq.Socket[Any]:
         address = f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(name)
@@ -71,7 +129,7 @@ class EngineLauncher:
             envs.ENGINE_READY_TIMEOUT_S.number(),
             self._the_cores,
             engine_index=engine,
-            is_one_of_several=config.parallel_config.num_local_engines > 1,
+            is_one_of_several=config.parallel_config.num_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
         )
 
@@ -105,15 +163,47 @@ class EngineLauncher:
         """Makes later cores of an engine serve what this one does: live requests were promised its context, and with
         several engines on the machine the free memory no longer shows how many blocks there may be."""
         config = self._config
-        model, cache = config.model_config, config.cache_config
         is_alone = config.parallel_config.num_local_engines == 1
-        if max_model_len != model.model_len:
-            model = dataclasses.replace(model, max_model_len=max_model_len)
-        if not is_alone:
-            cache = dataclasses.replace(cache, num_gpu_blocks_override=ready.num_gpu_blocks)
-        if (model, cache) != (config.model_config, config.cache_config):
-            self._pinned = dataclasses.replace(config, model_config=model, cache_config=cache)
-            supervisor.set_engine_config(encode_config(self._pinned))
+        pinned = pin_config(config, max_model_len, None if is_alone else ready.num_gpu_blocks)
+        if pinned != config:
+            self._pinned = pinned
+            supervisor.set_engine_config(encode_config(pinned))
+
+
+class _RemoteReports:
+    """Passes on to the links what happens on other machines."""
+
+    def __init__(self, thread: LinkThread) -> None:
+        self._thread = thread
+
+    def note_joined(self, engine: int) -> None:
+        thread = self._thread
+        thread.post(lambda: thread.links.regain(engine))
+
+    def note_lost(self, engine: int, why: str) -> None:
+        thread = self._thread
+        thread.post(lambda: thread.lose(engine, why))
+
+    def note_death(self, engine: int, incarnation: int, death: CoreDeath) -> None:
+        thread = self._thread
+
+        def report() -> None:
+            if thread.was_connected(incarnation, engine):
+                thread.report_death(death, engine)
+
+        thread.post(report)
+
+    def note_ending(self, engine: int) -> None:
+        thread = self._thread
+        thread.post(lambda: thread.links.drain(engine, moves=True))
+
+
+def find_own_address(host: str) -> str:
+    """Returns the numeric address of a host name, as a socket is bound to it. Raises ConfigError for an unknown one."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as e:
+        raise ConfigError(f"--data-parallel-address {host} is no address of this machine: {e}") from e
 
 
 def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:

@@ -86,6 +86,8 @@ class EngineLink:
         self._quarantine = Quarantine(is_shared)
         self._calls = ControlCalls(client_index)
         self._admits_others = is_shared and is_owner
+        self._incarnation = -1
+        """Number of the core whose outputs count; -1: none."""
         self._last_sequence = 0
 
     @property
@@ -185,7 +187,7 @@ class EngineLink:
             return
         if self.state is not LinkState.DOWN:
             self.on_death(CoreDeath("lost", "was lost and is back", None))
-        self._last_sequence = ready.next_sequence - 1
+        self._incarnation, self._last_sequence = ready.incarnation, ready.next_sequence - 1
         self.ready_response = ready
         self._journal.note_new_core()
         self.state = LinkState.RESTORING
@@ -195,8 +197,7 @@ class EngineLink:
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Takes in a message of the core. Drops what does not belong to the connected core or to a live request."""
-        ready = self.ready_response
-        if ready is None or outputs.incarnation != ready.incarnation or self.state is LinkState.GONE:
+        if outputs.incarnation != self._incarnation or self.state is LinkState.GONE:
             self.counts["stale"] += 1
             return
         if outputs.sequence and not self._is_next(outputs.sequence):
@@ -243,6 +244,14 @@ class EngineLink:
         self._judge(death)
         self.state = LinkState.DOWN
         self.answers += self._calls.end_unrepeatable(death)
+
+    def cut(self, death: CoreDeath) -> None:
+        """Handles the loss of a machine: its core may live on, but none of its outputs counts until it has connected
+        again. Calls without an answer are given up."""
+        self._incarnation = -1
+        if self.state is not LinkState.DOWN:
+            self.on_death(death)
+        self.answers += self._calls.end_all(f"the engine core {death.description}")
 
     def _judge(self, death: CoreDeath) -> Verdict | None:
         """Finds the suspects of a death. Returns the verdict that has been carried out, if there is one."""
