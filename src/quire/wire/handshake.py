@@ -14,7 +14,7 @@ import msgspec
 from quire.errors import ConfigError
 from quire.wire.sockets import CurveKeys
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of everything in `wire/`. Both sides must have the same: other versions are refused."""
 
 HANDSHAKE_TIMEOUT_S = 300.0

@@ -38,7 +38,7 @@ class NodeHello(msgspec.Struct, tag="hello"):
     num_engines: int
     data_parallel_size: int
     facts: dict[str, str]
-    """What must be the same on all machines, by the name of its flag."""
+    """Settings that must be the same on all machines, by the name of their flag."""
     host: str
     pid: int
 
@@ -83,7 +83,7 @@ class NodeRefusal(msgspec.Struct, tag="refusal"):
 
 
 class NodeWelcome(msgspec.Struct, tag="welcome"):
-    """What a node's cores need to serve with the head."""
+    """Values that the cores of a node need to serve with the head."""
 
     first_incarnations: list[int]
     """Numbers of the first core of each engine: above those of all before it."""
@@ -96,7 +96,7 @@ class NodeUnknown(msgspec.Struct, tag="unknown"):
 
 
 class CoreOrder(msgspec.Struct, array_like=True):
-    """What the head wants of an engine of a node."""
+    """Wishes of the head for an engine of a node."""
 
     engine: int
     is_needed: bool
@@ -119,7 +119,7 @@ class HeadReport(msgspec.Struct, tag="head"):
     is_closing: bool = False
     """True: the server ends now."""
     knows_end: bool = False
-    """True: the head has given the node's engines no requests since it heard that the node ends."""
+    """True: the head has given the node's engines no requests since it learned that the node ends."""
 
 
 FromNode = NodeHello | NodeReport
@@ -127,7 +127,7 @@ ToNode = NodeWelcome | NodeRefusal | NodeUnknown | HeadReport
 
 
 class _AnyHello(msgspec.Struct):
-    """What every version of `NodeHello` has."""
+    """Fields of every version of `NodeHello`."""
 
     type: str
     protocol_version: int

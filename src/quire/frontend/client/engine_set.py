@@ -66,7 +66,7 @@ class _Member:
 
     @property
     def numerics(self) -> str:
-        """What decides the bits that it computes; those of its last core."""
+        """The `numerics_id` of its last core."""
         ready = self.link.ready_response
         return "" if ready is None else ready.numerics_id
 
@@ -286,7 +286,7 @@ class EngineSet:
         member = self._members.get(index)
         if member is None or member.is_away:
             return
-        member.is_away, member.restart_s = True, 0.0
+        member.is_away, member.is_draining, member.restart_s = True, False, 0.0
         self.answers += self._calls.forget_engine(index)
         member.link.cut(CoreDeath("lost", why))
         self._note_lost(member)
@@ -309,7 +309,7 @@ class EngineSet:
         others.sort(key=lambda other: other.is_away)
         if others:
             member.link.inherit_calls(others[0].link)
-        member.is_away = member.is_draining = False
+        member.is_away = False
         for call in self._calls.get_remembered():
             self._calls.note_sent(call, index, member.link.call_utility(call.method, call.args))
         self._settle(member)

@@ -70,7 +70,12 @@ class EngineLauncher:
         )
         self._nodes: zmq.Socket[Any] | None = None
         if parallel.num_remote_engines:
-            self._nodes = self._open_to_nodes(parallel)
+            try:
+                self._nodes = self._open_to_nodes(parallel)
+            except BaseException:
+                self.input_socket.close(linger=0)  # else the end of the context would wait for them
+                self.output_socket.close(linger=0)
+                raise
 
     def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
         """Lets cores of other machines connect to the sockets that those of this one use. Returns the socket of the

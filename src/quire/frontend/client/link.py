@@ -154,7 +154,9 @@ class EngineLink:
         """Takes over requests that another link has released. They go on at their next token."""
         for entry in entries:
             self._journal.insert(entry)
-        if are_suspects:
+        if self.state is LinkState.GONE:
+            self._fail(entries, self.gone_reason)
+        elif are_suspects:
             self._quarantine.accuse(entries)
             self._send_held()
         elif self.is_open:

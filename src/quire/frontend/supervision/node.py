@@ -64,7 +64,7 @@ _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class NodeState:
-    """What a node tells its head, and was told by it. Owns no socket and reads no clock.
+    """State of a node, as its head learns it, and state of the head. Owns no socket and reads no clock.
 
     Reports of supervisors may come from any thread; everything else belongs to one.
     """
@@ -145,6 +145,7 @@ class HeadConnection:
         self.is_up = False
         self.was_up = False
         """True once the head has proved that it has the same key."""
+        self._was_rejected = False
         self.last_heard = time.monotonic()
         identity = b"node" + secrets.token_bytes(8)  # it must not begin with a zero byte
         self.socket = make_zmq_socket(
@@ -158,7 +159,8 @@ class HeadConnection:
             self.is_up = recv_monitor_message(self.monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
             if self.is_up:
                 self.was_up = True
-            elif not self.was_up:
+            elif not self.was_up and not self._was_rejected:
+                self._was_rejected = True
                 logger.warning("%s has ended the connection: is it a server with the same --fleet-key?", self.address)
 
     def receive(self) -> list[ToNode]:
@@ -240,7 +242,7 @@ class NodeAgent:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Says what there is to say, and waits for what comes: at most BEAT_INTERVAL_S."""
+        """Sends the state of the node, and takes in what comes within BEAT_INTERVAL_S."""
         head, state = self._head, self._state
         if state.is_admitted:
             head.send(state.make_report(self._supervisors))

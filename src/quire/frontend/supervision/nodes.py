@@ -1,12 +1,13 @@
 """The machines that have engines of a server, as its head sees them.
 
-`NodeTable` decides who may join, who is lost, and what is told to whom; it owns no socket and reads no clock.
-`NodeListener` is the thread that drives it. What happens to an engine goes to `RemoteEvents`, as a supervisor on this
+`NodeTable` decides which machine may join, which is lost, and what is sent to each; it owns no socket and reads no
+clock. `NodeListener` is the thread that drives it. What happens to an engine goes to `RemoteEvents`, as a supervisor on this
 machine would report it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -40,12 +41,13 @@ from quire.wire.nodes import (
 
 logger = init_logger(__name__)
 
+HAS_ENDED = "has ended in good order"
 FAREWELL_MS = 1000
 """Longest time in which the last reports may still be sent."""
 
 
 class RemoteEvents(Protocol):
-    """What happens to engines on other machines. Called on the listener's thread."""
+    """Receiver of what happens to engines on other machines. Called on the listener's thread."""
 
     def note_joined(self, engine: int) -> None:
         """Handles that an engine's machine is in reach: what its core sends counts from now on."""
@@ -107,7 +109,7 @@ class _Node:
 
 
 class Served(NamedTuple):
-    """What an engine means to the server now."""
+    """Use that the server has for an engine now."""
 
     is_needed: bool
     connected: int
@@ -217,7 +219,7 @@ class NodeTable:
             if core.engine in node.engines:
                 self._take_core(self.engines[core.engine], core)
         if report.has_ended:
-            self._lose(node, "has ended in good order")
+            self._lose(node, HAS_ENDED)
         elif report.is_ending and not node.is_ending:
             node.is_ending = True
             logger.info("the node %s will end: its requests move", node)
@@ -249,7 +251,7 @@ class NodeTable:
                 self._lose(node, f"has been silent for {now - node.last_heard:.1f} s")
 
     def _lose(self, node: _Node, why: str) -> None:
-        logger.warning("the node %s %s", node, why)
+        logger.log(logging.INFO if why is HAS_ENDED else logging.WARNING, "the node %s %s", node, why)
         del self._nodes[node.identity]
         for index in node.engines:
             engine = self.engines[index]
@@ -261,12 +263,12 @@ class NodeTable:
     # -- what goes ----------------------------------------------------------------------------------------------------
 
     def report_all(self) -> None:
-        """Tells every node the state of the head."""
+        """Sends the state of the head to every node."""
         for identity in self._nodes:
             self.report(identity)
 
     def report(self, identity: bytes) -> None:
-        """Tells a node the state of the head."""
+        """Sends the state of the head to a node."""
         orders = []
         node = self._nodes[identity]
         for index in node.engines:
@@ -319,7 +321,7 @@ class NodeListener(threading.Thread):
         self._wakeup.set()
 
     def stop(self) -> None:
-        """Tells the nodes to end, and ends this thread. From any thread, and from a finalizer."""
+        """Asks the nodes to end, and ends this thread. From any thread, and from a finalizer."""
         self._is_stopping = True
         self._wakeup.set()
 
