@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frontend": {"vocabulary", "config", "wire", "frontend"},
     "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
     "replay": {"vocabulary", "config", "wire", "engine", "replay"},
+    "on_ray": {"vocabulary", "config", "wire", "frontend", "on_ray"},
     "cli": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "replay", "testing", "cli", "face"},
     "testing": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
 }
@@ -48,6 +49,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         *("starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
     "replay": {"msgspec", "numpy"},
+    "on_ray": {"ray"},
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
@@ -65,6 +67,7 @@ ONLY_IN: dict[str, set[str]] = {
     "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
     "aiohttp": {"quire.cli.remote.client"},
+    "ray": {"quire.on_ray.manager"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

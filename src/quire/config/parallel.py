@@ -104,8 +104,8 @@ class ParallelConfig:
     )
     reroute_any_numerics: bool = flag(
         False,
-        "Let streams move to engines that may compute other bits: another instruction set, other kernels or weights. "
-        "Their tokens may then differ from those of one engine.",
+        "Let streams move to engines that may compute other bits (another instruction set, other weights): their "
+        "tokens may change.",
     )
     fleet_key: str | None = flag(
         None,
@@ -188,10 +188,17 @@ class ParallelConfig:
 
     @property
     def num_local_engines(self) -> int:
-        """Number of engines on this machine."""
+        """Number of engines that this process starts on this machine."""
+        if self.is_on_ray:
+            return 0
         if self._num_local is not None:
             return self._num_local
         return 1 if self.is_external and not self.data_parallel_multi_port_external_lb else self.data_parallel_size
+
+    @property
+    def is_on_ray(self) -> bool:
+        """True if Ray places the engines."""
+        return self.data_parallel_backend == "ray"
 
     @property
     def num_remote_engines(self) -> int:
@@ -218,7 +225,7 @@ class ParallelConfig:
     @property
     def executor_backend(self) -> str:
         """Name of the executor, or its dotted name."""
-        default = "ray" if self.data_parallel_backend == "ray" else "uni" if self.world_size == 1 else "mp"
+        default = "uni" if self.world_size == 1 else "mp"
         return self.distributed_executor_backend or default
 
     @property
@@ -329,7 +336,12 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "the last of all is 65535",
     ),
     (
-        lambda c: (c.headless or c.num_remote_engines > 0) and c.fleet_key is None,
+        lambda c: c.is_on_ray and (c.headless or c.is_external or c.is_hybrid),
+        "--data-parallel-backend ray places the engines itself, for one server that chooses among all: leave out "
+        "--headless, --data-parallel-rank, --data-parallel-start-rank and the modes of load balancing",
+    ),
+    (
+        lambda c: (c.headless or c.num_remote_engines > 0) and c.fleet_key is None and not c.is_on_ray,
         "engines on other machines (--data-parallel-size {c.data_parallel_size}, --data-parallel-size-local "
         "{c.num_local_engines}) are reached over TCP, with a key that all machines have: quire fleet key > FILE makes "
         "one; give --fleet-key FILE on each",

@@ -51,6 +51,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"data_parallel_size": 2, "data_parallel_size_local": 1},
         "reached over TCP, with a key .* quire fleet key > FILE",
     ),
+    ({"headless": True, "data_parallel_backend": "ray"}, "ray places the engines itself"),
     ({"headless": True}, "give --fleet-key FILE on each"),
     ({"headless": True, "fleet_key": "k", "engine_host": "::1"}, "--engine-host ::1 is for engines of this machine"),
     ({"data_parallel_rpc_port": 65534}, "65534 is the first of three ports"),
@@ -109,5 +110,6 @@ def test_the_executor_follows_the_number_of_workers(monkeypatch: pytest.MonkeyPa
     assert ParallelConfig().executor_backend == "uni"
     both = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert (both.world_size, both.executor_backend) == (6, "mp")
-    assert ParallelConfig(data_parallel_backend="ray").executor_backend == "ray"
+    on_ray = ParallelConfig(data_parallel_backend="ray", data_parallel_size=2)
+    assert (on_ray.executor_backend, on_ray.num_local_engines, on_ray.remote_engines) == ("uni", 0, range(2))
     assert ParallelConfig(distributed_executor_backend="a.b:C", tensor_parallel_size=2).executor_class == "a.b:C"

@@ -6,8 +6,9 @@ more engine needs no further socket of the client, only a handshake of its own.
 
 from __future__ import annotations
 
+import secrets
 import socket
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -22,12 +23,32 @@ from quire.frontend.supervision.nodes import FAREWELL_MS, NodeListener, NodeTabl
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.logger import init_logger
+from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreReadyResponse
 from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
 from quire.wire.nodes import derive_keys, network_addresses, read_fleet_key
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
 
 logger = init_logger(__name__)
+
+
+ACTOR_MANAGER = "quire.on_ray.manager:CoreEngineActorManager"
+
+
+class ActorManager(Protocol):
+    """The thread that keeps engines as actors of Ray."""
+
+    def start(self) -> None:
+        """Starts it."""
+
+    def stop(self) -> None:
+        """Asks it to end the actors and itself. From any thread."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for its end."""
+
+    def is_alive(self) -> bool:
+        """Returns whether it runs."""
 
 
 class EngineLauncher:
@@ -68,6 +89,7 @@ class EngineLauncher:
             [bound_address(self.input_socket), *(other.input_address for other in others)],
             [bound_address(self.output_socket), *(other.output_address for other in others)],
         )
+        self._fleet_key = b""
         self._nodes: zmq.Socket[Any] | None = None
         if parallel.num_remote_engines:
             try:
@@ -80,10 +102,11 @@ class EngineLauncher:
     def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
         """Lets cores of other machines connect to the sockets that those of this one use. Returns the socket of the
         machines themselves. Raises ConfigError for a key or an address that cannot be used."""
-        assert parallel.fleet_key is not None  # ParallelConfig has checked it
-        ours, _ = derive_keys(read_fleet_key(parallel.fleet_key), parallel.engine_link_timeout_s)
+        self._fleet_key = secrets.token_bytes(32) if parallel.fleet_key is None else read_fleet_key(parallel.fleet_key)
+        ours, _ = derive_keys(self._fleet_key, parallel.engine_link_timeout_s)
         self.door = CurveDoor(self._context, [ours.peer_public])
-        host = find_own_address(parallel.data_parallel_address or parallel.master_addr)
+        anywhere = "0.0.0.0" if parallel.is_on_ray else parallel.master_addr  # with a key, on all of them
+        host = find_own_address(parallel.data_parallel_address or anywhere)
         own, inputs, outputs = network_addresses(host, parallel.data_parallel_rpc_port)
         bind_network(self.input_socket, inputs, ours)
         bind_network(self.output_socket, outputs, ours)
@@ -122,6 +145,27 @@ class EngineLauncher:
     def _bind(self, name: str, socket_type: int) -> zmq.Socket[Any]:
         address = f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(name)
         return make_zmq_socket(self._context, address, socket_type, bind=True, curve=self._ours)
+
+    def make_actor_manager(self, thread: LinkThread) -> ActorManager | None:
+        """Returns the thread that keeps engines as actors, not started; None where Ray has none of them.
+
+        Raises ConfigError if Ray is not installed, or has no room.
+        """
+        if not self._config.parallel_config.is_on_ray:
+            return None
+        try:
+            make = resolve(ACTOR_MANAGER)
+        except ImportError as e:
+            raise ConfigError(
+                f"--data-parallel-backend ray: Ray cannot be imported ({e}); pip install 'quire[ray]', or use mp"
+            ) from e
+        made: ActorManager = make(
+            self._config,
+            self._fleet_key,
+            on_failed=lambda error: thread.post(lambda: thread.fail(error)),
+            has_served=lambda engine: thread.links.links[engine].ready_response is not None,
+        )
+        return made
 
     def make_supervisor(self, engine: int, thread: LinkThread) -> CoreSupervisor:
         """Returns the supervisor of an engine, not started. It reports to `thread`."""

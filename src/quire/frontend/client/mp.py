@@ -28,7 +28,7 @@ from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationEr
 from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
 from quire.frontend.client.control_calls import REMEMBERED_VERBS
 from quire.frontend.client.engine_set import EngineSet, merge_ready
-from quire.frontend.client.launcher import EngineLauncher, make_client_addresses
+from quire.frontend.client.launcher import ActorManager, EngineLauncher, make_client_addresses
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
 from quire.frontend.client.mailbox import LoopMailbox, QueueSink
@@ -51,6 +51,7 @@ ControlRelay = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 IO_THREADS = 2
 """I/O threads of the zmq context."""
 THREAD_END_S = 5.0
+ACTORS_END_S = 30.0
 LOOK_INTERVAL_S = 1.0
 """Interval at which a client that waits for a start checks that the supervising thread is alive."""
 
@@ -70,6 +71,8 @@ class BackgroundResources:
         """Supervisor of each engine that this client has started."""
         self.nodes: NodeListener | None = None
         """The thread that speaks with other machines; None where no engine is on one."""
+        self.actors: ActorManager | None = None
+        """The thread that keeps engines as actors of Ray; None where there are none."""
         self.former_restarts: Counter[str] = Counter()
         """Restarts of engines that were removed."""
 
@@ -88,8 +91,8 @@ class BackgroundResources:
         """Asks all cores to end. From any thread."""
         for supervisor in list(self.supervisors.values()):
             supervisor.stop()
-        if self.nodes is not None:
-            self.nodes.stop()
+        for thread in filter(None, (self.nodes, self.actors)):
+            thread.stop()
 
     @property
     def is_foreign(self) -> bool:
@@ -121,6 +124,8 @@ class BackgroundResources:
             all_ended &= _join(supervisor, supervisor.end_timeout_s)
         if self.nodes is not None:
             all_ended &= _join(self.nodes, THREAD_END_S)
+        if self.actors is not None:
+            _join(self.actors, ACTORS_END_S)
         if self.link_thread is not None:
             self.link_thread.stop()
             all_ended &= _join(self.link_thread, THREAD_END_S)
@@ -130,7 +135,7 @@ class BackgroundResources:
             self.directory.remove()
 
 
-def _join(thread: threading.Thread, timeout_s: float) -> bool:
+def _join(thread: threading.Thread | ActorManager, timeout_s: float) -> bool:
     with contextlib.suppress(RuntimeError):  # it was never started
         thread.join(timeout_s)
     return not thread.is_alive()
@@ -170,6 +175,7 @@ class MPClient(ABC):
             self._link_thread.start()
             if self.resources.nodes is not None:
                 self.resources.nodes.start()
+                self._start_actors(self._link_thread)
             for supervisor in self.resources.supervisors.values():
                 supervisor.start()
             for supervisor in self.resources.supervisors.values():
@@ -213,6 +219,13 @@ class MPClient(ABC):
         resources.nodes = launcher.make_node_listener(thread)
         thread.on_gone = resources.stop_supervisors
         return thread
+
+    def _start_actors(self, thread: LinkThread) -> None:
+        """Starts the engines that Ray places, if there are any."""
+        assert self.resources.launcher is not None  # it has made the threads
+        self.resources.actors = self.resources.launcher.make_actor_manager(thread)
+        if self.resources.actors is not None:
+            self.resources.actors.start()
 
     def _attach(self, config: EngineConfig, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
         """Binds the sockets that the cores have orders to connect to."""

@@ -52,7 +52,7 @@ from quire.wire.nodes import (
     read_fleet_key,
 )
 from quire.wire.process import set_process_title
-from quire.wire.sockets import SocketDirectory, make_zmq_socket
+from quire.wire.sockets import CurveKeys, SocketDirectory, make_zmq_socket
 
 logger = init_logger(__name__)
 
@@ -137,10 +137,8 @@ class NodeState:
 class HeadConnection:
     """The node's end of the connection. Belongs to one thread."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, config: EngineConfig) -> None:
-        parallel = config.parallel_config
-        assert parallel.fleet_key is not None  # ParallelConfig has checked it
-        _, self.keys = derive_keys(read_fleet_key(parallel.fleet_key), parallel.engine_link_timeout_s)
+    def __init__(self, context: zmq.Context[Any], address: str, keys: CurveKeys) -> None:
+        self.keys = keys
         self.address = address
         self.is_up = False
         self.was_up = False
@@ -193,18 +191,23 @@ _DECODER = msgspec.msgpack.Decoder(ToNode)
 class NodeAgent:
     """The engines of this machine. `run` serves until `ask_end`, or until the server ends."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError for a key that cannot be used."""
+    def __init__(self, config: EngineConfig, *, engines: range | None = None, fleet_key: bytes | None = None) -> None:
+        """`engines` are the node's; None: those that the configuration gives. `fleet_key` is the key; None: it is in a
+        file. Raises ConfigError for a file that cannot be used."""
         self._config = config
         self._pins: dict[int, tuple[int, int | None]] = {}
         """Context length and number of blocks that later cores of an engine have."""
         parallel = config.parallel_config
         first = parallel.first_engine
-        self._state = NodeState(range(first, first + parallel.num_local_engines))
+        self._state = NodeState(engines or range(first, first + parallel.num_local_engines))
+        if fleet_key is None:
+            assert parallel.fleet_key is not None  # ParallelConfig has checked it
+            fleet_key = read_fleet_key(parallel.fleet_key)
         self._context: zmq.Context[Any] = zmq.Context()
         host = parallel.data_parallel_address or parallel.master_addr
         self._addresses = network_addresses(host, parallel.data_parallel_rpc_port)
-        self._head = HeadConnection(self._context, self._addresses[0], config)
+        _, keys = derive_keys(fleet_key, parallel.engine_link_timeout_s)
+        self._head = HeadConnection(self._context, self._addresses[0], keys)
         self._directory = SocketDirectory()
         self._supervisors: dict[int, CoreSupervisor] = {}
         self._wakeup = Wakeup()
@@ -273,7 +276,7 @@ class NodeAgent:
             if head.is_draining:
                 supervisor.expect_stop()
             if head.max_model_len is not None and order.connected >= 0:
-                num_blocks = order.num_gpu_blocks if len(self._supervisors) > 1 else None
+                num_blocks = order.num_gpu_blocks if self._config.parallel_config.num_local_engines > 1 else None
                 if self._pins.get(order.engine) != (head.max_model_len, num_blocks):
                     self._pins[order.engine] = head.max_model_len, num_blocks
                     supervisor.set_engine_config(
@@ -284,8 +287,8 @@ class NodeAgent:
         parallel = self._config.parallel_config
         return NodeHello(
             PROTOCOL_VERSION,
-            parallel.first_engine,
-            parallel.num_local_engines,
+            self._state.engines.start,
+            len(self._state.engines),
             parallel.data_parallel_size,
             describe_engine(self._config),
             socket.gethostname(),

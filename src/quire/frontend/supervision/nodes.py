@@ -1,8 +1,8 @@
 """The machines that have engines of a server, as its head sees them.
 
 `NodeTable` decides which machine may join, which is lost, and what is sent to each; it owns no socket and reads no
-clock. `NodeListener` is the thread that drives it. What happens to an engine goes to `RemoteEvents`, as a supervisor on this
-machine would report it.
+clock. `NodeListener` is the thread that drives it. What happens to an engine goes to `RemoteEvents`, as a supervisor on
+this machine would report it.
 """
 
 from __future__ import annotations
