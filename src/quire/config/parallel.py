@@ -116,7 +116,7 @@ class ParallelConfig:
         5.0,
         "Silence after which another machine counts as lost: its requests go on elsewhere, and there they end.",
         parse=float,
-        minimum=0.5,
+        minimum=1.0,
         maximum=3600,
     )
     headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")

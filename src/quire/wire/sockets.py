@@ -167,7 +167,7 @@ def make_zmq_socket(
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
         if curve is not None:
-            _secure(socket, curve, is_server=binds)
+            _secure(socket, address, curve, is_server=binds)
         if binds:
             socket.bind(address)
         else:
@@ -200,7 +200,7 @@ def bind_network(socket: zmq.Socket[Any], address: str, curve: CurveKeys) -> Non
 
     Raises ConfigError if that is no address of this machine, or is in use.
     """
-    _secure(socket, curve, is_server=True)
+    _secure(socket, address, curve, is_server=True)
     try:
         socket.bind(address)
     except zmq.ZMQError as e:
@@ -214,7 +214,9 @@ def bound_address(socket: zmq.Socket[Any]) -> str:
     return endpoint.rstrip(b"\0").decode()
 
 
-def _secure(socket: zmq.Socket[Any], keys: CurveKeys, *, is_server: bool) -> None:
+def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server: bool) -> None:
+    if address.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     if keys.silence_s:

@@ -250,7 +250,8 @@ class _RemoteReports:
 def find_own_address(host: str) -> str:
     """Returns the numeric address of a host name, as a socket is bound to it. Raises ConfigError for an unknown one."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     except OSError as e:
         raise ConfigError(f"--data-parallel-address {host} is no address of this machine: {e}") from e
 

@@ -236,7 +236,8 @@ class NodeAgent:
             for supervisor in self._supervisors.values():
                 supervisor.stop()
             for supervisor in self._supervisors.values():
-                supervisor.join(supervisor.end_timeout_s)
+                if supervisor.ident is not None:
+                    supervisor.join(supervisor.end_timeout_s)
             self._head.close()
             self._wakeup.close()
             self._context.term()

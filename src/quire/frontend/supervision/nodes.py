@@ -250,6 +250,11 @@ class NodeTable:
             if now - node.last_heard > self._silence_s:
                 self._lose(node, f"has been silent for {now - node.last_heard:.1f} s")
 
+    def lose_all(self, why: str) -> None:
+        """Gives every node up."""
+        for node in list(self._nodes.values()):
+            self._lose(node, why)
+
     def _lose(self, node: _Node, why: str) -> None:
         logger.log(logging.INFO if why is HAS_ENDED else logging.WARNING, "the node %s %s", node, why)
         del self._nodes[node.identity]
@@ -333,6 +338,7 @@ class NodeListener(threading.Thread):
             self._listen()
         except Exception:
             logger.exception("the thread that speaks with other machines has failed: their engines are lost")
+            self._table.lose_all("cannot be watched any more")
         finally:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)

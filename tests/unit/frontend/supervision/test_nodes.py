@@ -157,6 +157,13 @@ def test_a_closed_connection_is_the_end_of_its_node_only(head: Head) -> None:
     assert head.take_events() == [("joined", 1)], "it has another connection now"
 
 
+def test_nobody_is_left_when_the_listener_fails(head: Head) -> None:
+    head.tell(A, hello(1, 2))
+    head.take_events()
+    head.table.lose_all("cannot be watched any more")
+    assert [event[:2] for event in head.take_events()] == [("lost", 1), ("lost", 2)]
+
+
 def test_a_death_is_reported_once(head: Head) -> None:
     head.tell(A, hello())
     head.take_events()
