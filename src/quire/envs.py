@@ -85,6 +85,12 @@ ENGINE_READY_TIMEOUT_S = EnvVar(
     "Longest start of an engine core, in seconds.",
     "VLLM_ENGINE_READY_TIMEOUT_S",
 )
+RAY_DP_PACK_STRATEGY = EnvVar(
+    "QUIRE_RAY_DP_PACK_STRATEGY",
+    "strict",
+    "Engines of a Ray node: as many as --data-parallel-size-local says (strict), or as many as fit (fill).",
+    "VLLM_RAY_DP_PACK_STRATEGY",
+)
 LEAN_TORCH = EnvVar(
     "QUIRE_LEAN_TORCH",
     "1",

@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "face",
     },
     "testing": {"vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "on_ray": {"vocabulary", "config", "wire", "frontend", "on_ray"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
@@ -55,6 +56,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     },
     "coordinator": {"msgspec", "zmq"},
     "replay": {"msgspec", "numpy"},
+    "on_ray": {"ray"},
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
@@ -72,6 +74,7 @@ ONLY_IN: dict[str, set[str]] = {
     "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
     "aiohttp": {"quire.cli.remote.client"},
+    "ray": {"quire.on_ray.manager"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

@@ -62,6 +62,17 @@ from quire.wire.kv_transfer import (
     SaveResult,
 )
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
+from quire.wire.nodes import (
+    CoreEnd,
+    CoreOrder,
+    CoreReport,
+    HeadReport,
+    NodeHello,
+    NodeRefusal,
+    NodeReport,
+    NodeUnknown,
+    NodeWelcome,
+)
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
 from quire.wire.stats import (
@@ -82,6 +93,10 @@ from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 from quire.wire.worker_calls import WorkerCall, WorkerReply
 
+CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40, 5.0)
+CORE_END = CoreEnd(2, "crash", "was killed by SIGSEGV", ["0_request"], True, True)
+CORE_REPORT = CoreReport(1, 3, 4711, {"crash": 2}, CORE_END, "the budget is used up")
+CORE_ORDER = CoreOrder(1, True, 3, 2, 100)
 LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
 ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16, [7, 8])
 ADAPTER_STATS = AdapterStats({"loaded": 2}, [0.25], [0.5], 1, 1 << 20, {"ready": 1})
@@ -268,6 +283,7 @@ FULL: dict[str, Any] = {
         stamps=[Stamp("imports", 10.5, 0.25)],
         next_sequence=58,
         kv_events=SOURCE,
+        numerics_id="x86_64; native amx",
     ),
     "BlockStored": STORED,
     "BlockRemoved": REMOVED,
@@ -316,7 +332,7 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group"
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", CURVE_KEYS
     ),
     "CoordinatorAddresses": COORDINATOR_ADDRESSES,
     "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS),
@@ -335,6 +351,15 @@ FULL: dict[str, Any] = {
     "WorkerCall": WorkerCall(7, "execute_model"),
     "WorkerReply": WorkerReply(7, "ModelLoadError", "it does not fit", is_fatal=True, is_echo=True),
     "CurveKeys": CURVE_KEYS,
+    "NodeHello": NodeHello(3, 2, 4, 8, {"--dtype": "float32"}, "far", 123),
+    "CoreEnd": CORE_END,
+    "CoreReport": CORE_REPORT,
+    "NodeReport": NodeReport([CORE_REPORT], True, True),
+    "NodeRefusal": NodeRefusal("no"),
+    "NodeWelcome": NodeWelcome([3, 4], 2048),
+    "NodeUnknown": NodeUnknown(),
+    "CoreOrder": CORE_ORDER,
+    "HeadReport": HeadReport([CORE_ORDER], 2048, True, True, True),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,
     "KVCacheEvictionEvent": EVICTION,

@@ -22,7 +22,8 @@ EXECUTORS: dict[str, str] = {
 }
 """Executors by the name of --distributed-executor-backend."""
 MAX_ENGINES = 1024
-_PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": 65535}
+_MAX_PORT = 65535
+_PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": _MAX_PORT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,10 @@ class ParallelConfig:
         None, "Address of the first machine. Default: --master-addr.", metavar="HOST", short="-dpa"
     )
     data_parallel_rpc_port: int = flag(
-        29550, "Port of the first machine at which engines report.", short="-dpp", **_PORT
+        29550,
+        "First of three ports of the first machine at which engines report.",
+        short="-dpp",
+        **_PORT,
     )
     data_parallel_backend: str = flag(
         "mp", "What starts the engines: this server (mp), or Ray.", choices=("mp", "ray"), short="-dpb"
@@ -103,6 +107,23 @@ class ParallelConfig:
         "Whether engines step together: never (auto), or always, for an executor of yours whose steps need all engines "
         "of the server.",
         choices=("auto", "always"),
+    )
+    reroute_any_numerics: bool = flag(
+        False,
+        "Let streams move to engines that may compute other bits (another instruction set, other weights): their "
+        "tokens may change.",
+    )
+    fleet_key: str | None = flag(
+        None,
+        "File with the key that all machines of a server share (quire fleet key); only its owner may read it.",
+        metavar="FILE",
+    )
+    engine_link_timeout_s: float = flag(
+        5.0,
+        "Silence after which another machine counts as lost: its requests go on elsewhere, and there they end.",
+        parse=float,
+        minimum=1.0,
+        maximum=3600,
     )
     headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")
     nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
@@ -170,10 +191,34 @@ class ParallelConfig:
 
     @property
     def num_local_engines(self) -> int:
-        """Number of engines on this machine."""
+        """Number of engines that this process starts on this machine."""
+        if self.is_on_ray:
+            return 0
         if self._num_local is not None:
             return self._num_local
         return 1 if self.is_external and not self.data_parallel_multi_port_external_lb else self.data_parallel_size
+
+    @property
+    def is_on_ray(self) -> bool:
+        """True if Ray places the engines."""
+        return self.data_parallel_backend == "ray"
+
+    @property
+    def num_remote_engines(self) -> int:
+        """Number of engines of this server that are on other machines."""
+        has_part = self.headless or self.is_external or self.is_hybrid
+        return 0 if has_part else self.data_parallel_size - self.num_local_engines
+
+    @property
+    def remote_engines(self) -> range:
+        """Engines of this server that are on other machines."""
+        first = self.first_engine + self.num_local_engines
+        return range(first, first + self.num_remote_engines)
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that this server chooses among."""
+        return self.num_local_engines + self.num_remote_engines
 
     @property
     def first_engine(self) -> int:
@@ -188,7 +233,7 @@ class ParallelConfig:
     @property
     def executor_backend(self) -> str:
         """Name of the executor, or its dotted name."""
-        default = "ray" if self.data_parallel_backend == "ray" else "uni" if self.world_size == 1 else "mp"
+        default = "uni" if self.world_size == 1 else "mp"
         return self.distributed_executor_backend or default
 
     @property
@@ -297,6 +342,27 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         lambda c: c.elastic_ep_max_dp_size is not None and c.elastic_ep_max_dp_size < c.data_parallel_size,
         "--elastic-ep-max-dp-size {c.elastic_ep_max_dp_size} is less than --data-parallel-size {c.data_parallel_size}",
     ),
+    (
+        lambda c: (c.headless or c.num_remote_engines > 0) and c.engine_host is not None,
+        "--engine-host {c.engine_host} is for engines of this machine only; engines on other machines use "
+        "--data-parallel-address; leave it out",
+    ),
+    (
+        lambda c: c.data_parallel_rpc_port > _MAX_PORT - 2,
+        "--data-parallel-rpc-port {c.data_parallel_rpc_port} is the first of three ports that follow one another, and "
+        "the last of all is 65535",
+    ),
+    (
+        lambda c: c.is_on_ray and (c.headless or c.is_external or c.is_hybrid),
+        "--data-parallel-backend ray places the engines itself, for one server that chooses among all: leave out "
+        "--headless, --data-parallel-rank, --data-parallel-start-rank and the modes of load balancing",
+    ),
+    (
+        lambda c: (c.headless or c.num_remote_engines > 0) and c.fleet_key is None and not c.is_on_ray,
+        "engines on other machines (--data-parallel-size {c.data_parallel_size}, --data-parallel-size-local "
+        "{c.num_local_engines}) are reached over TCP, with a key that all machines have: quire fleet key > FILE makes "
+        "one; give --fleet-key FILE on each",
+    ),
 )
 """Combinations that mean nothing: a test and the message, with `c` for the configuration."""
 
@@ -313,12 +379,6 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         lambda c: c.data_parallel_multi_port_external_lb,
         "--data-parallel-multi-port-external-lb",
         "start a server per engine yourself, each with --data-parallel-rank and a --port of its own",
-    ),
-    (lambda c: c.headless, "--headless", "an engine runs on the machine of its server"),
-    (
-        lambda c: c.num_local_engines != c.data_parallel_size and not (c.is_external or c.is_hybrid),
-        "--data-parallel-size-local {c.num_local_engines} of {c.data_parallel_size}",
-        "a server reaches the engines of its own machine; --data-parallel-hybrid-lb starts one on each",
     ),
     (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]

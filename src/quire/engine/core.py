@@ -129,6 +129,7 @@ class EngineCore:
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
             kv_events=find_source(config),
+            numerics_id=self.executor.get_numerics_id() if config.parallel_config.data_parallel_size > 1 else "",
         )
         self.batch_queue_size = self.executor.max_concurrent_batches
         self.batch_queue: deque[_QueuedStep] = deque()

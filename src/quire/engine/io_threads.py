@@ -24,7 +24,7 @@ from quire.engine.intake import ClientLink, MessageIntake
 from quire.errors import ServerError
 from quire.failpoints import failpoint
 from quire.logger import init_logger
-from quire.wire.engine_core import EngineCoreOutputs, UtilityOutput
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
 from quire.wire.handshake import (
     COORDINATOR,
     ENGINE_CORE_DEAD,
@@ -228,10 +228,19 @@ class InputThread(IOThread):
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if not self._is_away(client_index):
+            if frames[0].bytes == EngineCoreRequestType.GREET.value:
+                self._begin_again(client_index)
+            elif not self._is_away(client_index):
                 self.busy_since = time.monotonic()
                 self._intake.take_message(client_index, [frame.buffer for frame in frames])
                 self.busy_since = None
+
+    def _begin_again(self, client_index: int) -> None:
+        """Handles a client that has given this core up: its connection was lost, as it sees it, and is back."""
+        if not self._is_away(client_index):
+            self._num_returns[client_index] += 1
+            self._on_link(ClientLink(client_index, is_up=False))
+            self._on_link(ClientLink(client_index, is_up=True))
 
     def _follow_connection(self, client_index: int, monitor: zmq.Socket[Any]) -> None:
         event, _ = _EVENT.unpack(monitor.recv_multipart()[0])

@@ -14,7 +14,7 @@ import msgspec
 from quire.errors import ConfigError
 from quire.wire.sockets import CurveKeys
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of everything in `wire/`. Both sides must have the same: other versions are refused."""
 
 HANDSHAKE_TIMEOUT_S = 300.0
@@ -111,6 +111,8 @@ class EngineHandshakeMetadata(msgspec.Struct):
     """True: this core must not speculate."""
     group_file: str | None = None
     """Page of the engines that this one steps together with (`DPGroup`); None for an independent engine."""
+    curve: CurveKeys | None = None
+    """The core's keys for network addresses; None: there are none."""
 
 
 def check_protocol_version(theirs: int, who: str) -> None:

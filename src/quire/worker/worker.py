@@ -32,6 +32,7 @@ from quire.worker.loader.shards import Sharding
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
+from quire.worker.parallel.fingerprint import digest_weights, make_numerics_id
 from quire.worker.parallel.shm import ShmCollectives
 from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
@@ -353,6 +354,13 @@ class Worker:
         """Returns the tasks that the loaded model serves."""
         pooling = self.config.model_config.pooling
         return ("generate",) if pooling is None else pooling.tasks
+
+    def get_numerics_id(self) -> str:
+        """Returns what decides the bits of the logits (`EngineCoreReadyResponse.numerics_id`)."""
+        model = self.config.model_config
+        types = self.dtype, self.cache_dtype, model.quantization or "as stored", model.implementation.name
+        weights = digest_weights(model.model_dir)
+        return make_numerics_id(self.device, self.kernels.pack_format, types, self.backend.name, weights)
 
     def check_health(self) -> None:
         """Raises if the worker cannot run. A worker in this process is as healthy as the process."""

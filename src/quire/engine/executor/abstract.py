@@ -76,6 +76,10 @@ class Executor(ABC):
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns the tasks of the model, e.g. ("generate",)."""
 
+    def get_numerics_id(self) -> str:
+        """Returns what decides the bits of the logits (`EngineCoreReadyResponse.numerics_id`); empty: unknown."""
+        return ""
+
     @abstractmethod
     def collective_rpc(
         self,

@@ -200,6 +200,9 @@ class MultiprocExecutor(Executor):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return cast("tuple[str, ...]", self._call_all("get_supported_tasks")[0])
 
+    def get_numerics_id(self) -> str:
+        return cast("str", self._call_all("get_numerics_id")[0])
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],

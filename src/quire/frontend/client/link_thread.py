@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -75,6 +75,8 @@ class LinkThread(threading.Thread):
         self._input = input_socket
         self._output = output_socket
         self._sink = sink
+        self.awaited: Collection[int] = tuple(self.links.links)
+        """Engines that must be ready before `started` ends; none: any one of all."""
         self.on_gone: Callable[[], None] = lambda: None
         """Called when there is no use for a core any more."""
         self.coordinator: CoordinatorLink | None = None
@@ -214,8 +216,9 @@ class LinkThread(threading.Thread):
         failpoint("client.resume")
         self.links.on_ready(ready.engine_index, ready)
         if not self.started.done():
-            responses = [link.ready_response for link in self.links.links.values()]
-            if None not in responses:
+            is_ready = {engine: link.ready_response is not None for engine, link in self.links.links.items()}
+            if any(is_ready.values()) and all(is_ready[engine] for engine in self.awaited):
+                responses = [link.ready_response for link in self.links.links.values()]
                 self.started.set_result(merge_ready(filter(None, responses)))
 
     def _receive_outputs(self) -> None:
@@ -298,6 +301,11 @@ class LinkThread(threading.Thread):
         if len(self.links.links) > 1:
             self._receive_outputs()  # tokens it has sent are not computed again elsewhere
         self.links.on_death(engine, death)
+
+    def lose(self, engine: int, why: str) -> None:
+        """Reports that the machine of an engine is out of reach. A command."""
+        self._receive_outputs()
+        self.links.lose(engine, why)
 
 
 class AttachedLinkThread(LinkThread):

@@ -212,6 +212,11 @@ LEDGER: tuple[MetricSpec, ...] = (
         value=lambda facts: facts.core_counts.get("moved_tokens", 0),
     ),
     of_ledger(
+        name="foreign_numerics_moves",
+        help="Streams that went on at an engine that may compute other bits (--reroute-any-numerics).",
+        value=lambda facts: facts.core_counts.get("foreign_moves", 0),
+    ),
+    of_ledger(
         name="router_decisions",
         help="Choices of an engine for a request, by reason.",
         labels=("why",),
