@@ -91,7 +91,8 @@ class EngineCore:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        observers, self._traces = make_observers(config, sizes, self.heartbeat)
+        max_steps = self.executor.max_concurrent_batches
+        observers, self._traces = make_observers(config, sizes, self.heartbeat, max_steps)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         self.adapters = AdapterManager(config.lora_config, self.executor, sizes.adapter_bytes, wake=wake)
         adapters: AdmissionGate = self.adapters
@@ -109,6 +110,8 @@ class EngineCore:
             structured_output_manager=grammars,
             gates=(adapters,) if config.lora_config.enable_lora else (),
             drafts=drafts,
+            max_concurrent_steps=max_steps,
+            sends_tokens=self.executor.needs_sampled_tokens,
         )
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
@@ -121,7 +124,7 @@ class EngineCore:
             supported_tasks=self.executor.get_supported_tasks(),
             kv_events=find_source(config),
         )
-        self.batch_queue_size = self.executor.max_concurrent_batches
+        self.batch_queue_size = max_steps
         self.batch_queue: deque[_QueuedStep] = deque()
         """Steps in flight, newest left."""
         self.step_fn = self.step if self.batch_queue_size == 1 else self.step_with_batch_queue

@@ -8,10 +8,37 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.wire.topology import Group
+from quire.wire.topology import Group, layers_of_stage
 
 UNITS = (64, 32, 16)
 """Outputs that stay together, the best first: panels of quantized weights, cache lines, blocks of packed weights."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Place of a worker in a pipeline."""
+
+    index: int
+    count: int
+    partition: tuple[int, ...] = ()
+    """Number of layers of each stage; empty: as even as possible."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for the stage that reads token ids."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage that makes logits."""
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Returns the numbers of its layers. Raises ConfigError if the layers cannot be divided so."""
+        try:
+            return range(*layers_of_stage(num_layers, self.count, self.index, self.partition))
+        except ValueError as e:
+            raise ConfigError(f"--pipeline-parallel-size {self.count}: {e}") from None
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,28 @@ def test_steps_may_be_waited_for_later(shared: MultiprocExecutor) -> None:
     assert sampled.result().sampled_token_ids == [[5]]
 
 
+def test_several_steps_may_be_on_their_way() -> None:
+    """Each has its own answer, in whatever order they are asked for, with calls between them."""
+    executor = make(pipeline_parallel_size=2)
+    try:
+        assert (executor.max_concurrent_batches, executor.needs_sampled_tokens) == (2, True)
+        futures = [executor.execute_model(step("logits"), non_block=True) for _ in range(2)]
+        sampled = executor.sample_tokens(None, non_block=True)
+        assert executor.collective_rpc("get_pid") == pids_of(executor)
+        assert isinstance(sampled, Future)
+        assert sampled.done(), "its answer came before that of a later call"
+        assert sampled.result().sampled_token_ids == [[7]], "the first worker of the last stage answers"
+        assert [future.result() for future in futures if isinstance(future, Future)] == [None, None]
+        failing = executor.execute_model(step("fail 1"), non_block=True)
+        after = executor.sample_tokens(None, non_block=True)
+        for future in (failing, after):
+            assert isinstance(future, Future)
+            with pytest.raises(ModelLoadError, match="rank 1 has a fault"):
+                future.result()
+    finally:
+        executor.shutdown()
+
+
 def test_functions_are_called_by_their_names(shared: MultiprocExecutor) -> None:
     assert shared.collective_rpc(add_rank, args=(10,)) == [10, 11]
     with pytest.raises(ValidationError, match="define it at the top of a module"):

@@ -30,11 +30,22 @@ QUICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = 
     "latent attention and experts": ("deepseek_v3", {}, {}, (2,)),
     "inputs of layers": ("gemma4_text", {}, {}, (2,)),
 }
+STAGED = ("llama", "llama, W8A8", "transposed, one key/value head", "latent attention and experts")
+SHARED_KEYS = ("gemma4_text",)
+"""Families with layers that read the keys of layers in another half: test_stages.py."""
 TOO_FEW_HEADS = {"laguna": 3}
 """Families whose tiny checkpoint has fewer heads in some layer."""
 
 
-def check_bits(path: Path, sizes: tuple[int, ...], library: NativeLibrary, **flags: Any) -> None:
+def check_bits(
+    path: Path,
+    sizes: tuple[int, ...],
+    library: NativeLibrary,
+    *,
+    stages: tuple[tuple[int, int], ...] = (),
+    **flags: Any,
+) -> None:
+    """Compares engines of several workers with one worker. `stages` are pairs of sizes: stages, workers in each."""
     with pytest.MonkeyPatch.context() as patch:
         logits, tokens, _ = run_together(path, 1, library, patch, **flags)
         for size in sizes:
@@ -43,6 +54,11 @@ def check_bits(path: Path, sizes: tuple[int, ...], library: NativeLibrary, **fla
             assert found_tokens == tokens
             tables: list[Any] = [worker.get_model().get_submodule("model.embed_tokens") for worker in workers]
             assert all(table.weight.shape[0] < logits.shape[-1] for table in tables)
+        for count, size in stages:
+            found, found_tokens, workers = run_together(path, size, library, patch, count, **flags)
+            assert torch.equal(found.view(torch.int32), logits.view(torch.int32)), (count, size)
+            assert found_tokens == tokens
+            assert all(len(worker.runner.attention_layers) < worker._num_layers for worker in workers)
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -50,7 +66,8 @@ def test_logits_do_not_depend_on_the_number_of_workers(
     case: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary
 ) -> None:
     family, sizes, flags, workers = QUICK[case]
-    check_bits(tiny_checkpoint(family, **sizes), workers, library, **{"dtype": "bfloat16", **flags})
+    stages = ((2, 1), (2, 2)) if case in STAGED else ()
+    check_bits(tiny_checkpoint(family, **sizes), workers, library, stages=stages, **{"dtype": "bfloat16", **flags})
 
 
 @pytest.mark.slow
@@ -60,7 +77,8 @@ def test_nor_do_those_of_any_family(
     family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary
 ) -> None:
     sizes = tuple(size for size in (2, 3) if size < TOO_FEW_HEADS.get(family, 4))
-    check_bits(tiny_checkpoint(family), sizes, library, dtype=dtype)
+    stages = () if family in SHARED_KEYS else ((2, 1), (2, 2))
+    check_bits(tiny_checkpoint(family), sizes, library, stages=stages, dtype=dtype)
 
 
 @pytest.mark.slow
@@ -69,7 +87,7 @@ def test_nor_do_those_of_quantized_checkpoints(
     case: str, tiny_checkpoint: MakeCheckpoint, tmp_path: Path, library: NativeLibrary
 ) -> None:
     stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, *CASES[case])
-    check_bits(stored, (2, 3), library, dtype="bfloat16")
+    check_bits(stored, (2, 3), library, stages=((2, 1), (2, 2)), dtype="bfloat16")
 
 
 def test_random_weights_are_those_of_one_worker(tiny_checkpoint: MakeCheckpoint, library: NativeLibrary) -> None:
