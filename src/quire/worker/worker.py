@@ -14,6 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.config.lora import LoRAConfig
 from quire.config.observability import ProfilerConfig
 from quire.errors import ConfigError
+from quire.failpoints import failpoint
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
 from quire.timeline import stamp
@@ -132,6 +133,7 @@ class Worker:
         """Reads the weights, unless that is done. Raises ModelLoadError."""
         if self._runner is not None:
             return
+        failpoint("worker.load")
         model, scheduler = self.config.model_config, self.config.scheduler_config
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"

@@ -128,23 +128,30 @@ def max_hidden_bytes(config: EngineConfig) -> int:
 
 
 def bind_cpus(config: ParallelConfig, root: Path = Path("/")) -> list[list[int]]:
-    """Returns the processors of each worker by --cpu-bind; empty lists: all. Raises ConfigError."""
-    size, text = config.world_size, config.cpu_bind
+    """Returns the processors of each worker of this engine by --cpu-bind; empty lists: all. Raises ConfigError.
+
+    The processors are divided among the workers of all engines on this machine. An engine that was added later shares
+    those of another.
+    """
+    size, engines, text = config.world_size, config.num_local_engines, config.cpu_bind
     if text == "none" or not hasattr(os, "sched_getaffinity"):
         return [[] for _ in range(size)]
+    first = (config.engine_index - config.first_engine) % engines * size
+    count = engines * size
     here = os.sched_getaffinity(0)
     if text != "auto":
         lists = [_read_cpus(part) for part in text.split("|")]
-        if len(lists) != size:
-            raise ConfigError(f"--cpu-bind {text}: {len(lists)} lists for {size} workers; separate one for each by |")
+        if len(lists) != count:
+            raise ConfigError(f"--cpu-bind {text}: {len(lists)} lists for {count} workers; separate one for each by |")
         if missing := set().union(*lists) - here:
             raise ConfigError(f"--cpu-bind {text}: this process may not use processor {min(missing)}")
-        return lists
-    if len(here) < size:
+        return lists[first : first + size]
+    if len(here) < count:
         return [[] for _ in range(size)]
     nodes = {cpu: number for number, cpus in _memory_nodes(root) for cpu in cpus}
     ordered = sorted(here, key=lambda cpu: (nodes.get(cpu, 0), cpu))
-    return [ordered[i * len(here) // size : (i + 1) * len(here) // size] for i in range(size)]
+    places = range(first, first + size)
+    return [ordered[i * len(here) // count : (i + 1) * len(here) // count] for i in places]
 
 
 def _read_cpus(text: str) -> list[int]:

@@ -13,6 +13,7 @@ import os
 import torch
 from torch import Tensor
 
+from quire.failpoints import failpoint
 from quire.wire.shared_memory import set_abort_word
 from quire.wire.topology import Group
 from quire.worker.host import cpu_quota
@@ -52,6 +53,7 @@ class ShmCollectives(Collectives):
         return buffer
 
     def ready(self) -> None:
+        failpoint("worker.barrier", str(self.group.rank))
         self._barrier()
 
     def agree(self, value: int) -> int:

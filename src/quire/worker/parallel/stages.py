@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ServerError
+from quire.failpoints import failpoint
 from quire.wire.execution import SchedulerOutput
 from quire.wire.ring import WorkerLinks
 from quire.wire.shared_memory import is_aborted
@@ -33,6 +34,7 @@ class StageExchange:
         inlet = self._links.inlet
         if inlet is None:
             return ()
+        failpoint("worker.stage")
         frames = inlet.receive(check=self._check)
         if frames is None:
             raise BarrierError("the stage before this one has ended")

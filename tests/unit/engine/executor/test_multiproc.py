@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +153,29 @@ def test_the_end_leaves_no_process_not_even_one_that_hangs() -> None:
 def test_a_worker_that_cannot_be_made_is_an_error_with_its_end() -> None:
     with pytest.raises(ServerError, match=r"worker . exited with code 1; its last words are above"):
         make("NoSuchWorker")
+
+
+def test_engines_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processor has two workers, of whatever engine; an engine that was added shares those of another."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+    def parts(engine: int, text: str = "auto") -> list[list[int]]:
+        sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "cpu_bind": text}
+        return bind_cpus(ParallelConfig(**sizes, engine_index=engine), Path("/nowhere"))  # type: ignore[arg-type]
+
+    assert parts(0) + parts(1) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert parts(2) == parts(0)
+    assert parts(0, "0|1|2|3") + parts(1, "0|1|2|3") == [[0], [1], [2], [3]]
+    with pytest.raises(ConfigError, match="2 lists for 4 workers"):
+        parts(0, "0|1")
+    second = ParallelConfig(
+        tensor_parallel_size=2,
+        data_parallel_size=4,
+        data_parallel_size_local=2,
+        data_parallel_start_rank=2,
+        engine_index=3,
+    )
+    assert bind_cpus(second, Path("/nowhere")) == [[4, 5], [6, 7]], "the second engine of the second machine"
 
 
 def test_workers_share_the_processors() -> None:
