@@ -39,6 +39,11 @@ class ParallelConfig:
     enable_expert_parallel: bool = flag(
         False, "Divide a mixture's experts among the workers, instead of the columns of each.", short="-ep"
     )
+    expert_placement_strategy: Literal["linear", "round_robin"] = flag(
+        "linear",
+        "Experts of each worker with --enable-expert-parallel: adjacent ones, or by turns.",
+        choices=("linear", "round_robin"),
+    )
     data_parallel_size: int = flag(
         1, "Engines of the server, on all its machines.", parse=int, minimum=1, maximum=MAX_ENGINES, short="-dp"
     )

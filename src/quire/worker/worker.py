@@ -138,7 +138,9 @@ class Worker:
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
         stage = self._stage
-        sharding = None if self._links is None else Sharding(self._collectives, stage)
+        parallel = self.config.parallel_config
+        experts = parallel.expert_placement_strategy if parallel.enable_expert_parallel else None
+        sharding = None if self._links is None else Sharding(self._collectives, stage, experts)
         placement = Placement(self.device, self.dtype, self.kernels, sharding)
         loaded = load_weights(model, self.config.load_config, placement)
         if model.enable_prompt_embeds and not getattr(loaded.model, "takes_prompt_embeds", False):

@@ -162,6 +162,12 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False)]
 
 
+def absent_tensors(path: str, module: nn.Module) -> set[str]:
+    """Returns those of `own_tensors` that stand for parts of the module that other workers have."""
+    parent = path.rpartition(".")[0]
+    return {f"{parent}.{name}" for name in getattr(module, "absent_tensors", ())}
+
+
 def own_row_orders(path: str, module: nn.Module) -> dict[str, Tensor]:
     """Returns the row order of each of `own_tensors` that has one, by its name without the parameter's. Of a module
     that is cut it has the worker's rows only."""

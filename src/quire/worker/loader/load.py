@@ -43,6 +43,7 @@ from quire.worker.layers.weights import (
     NamedWeights,
     Prepared,
     QuantizableWeights,
+    absent_tensors,
     allocate,
     checkpoint_tensors,
     is_allocated,
@@ -92,20 +93,26 @@ class Noise:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fills each tensor. Vectors with norm in their name become ones, so that activations keep their size."""
+        """Fills each tensor. Vectors with norm in their name become ones, so that activations keep their size. Passes
+        over tensors without memory, which another worker has."""
         for name, tensor in tensors:
-            if _is_norm(name, tensor):
+            if tensor.is_meta:
+                self.skip([(name, tensor)])
+            elif _is_norm(name, tensor):
                 tensor.fill_(1.0)
-                continue
-            self._noise = self._noise.to(tensor)  # converted once: what follows only copies
-            own = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
-            cut = self.cuts.get(name.rpartition(".")[0])
-            whole = own if cut is None else own.new_empty((cut.num_rows, *own.shape[1:]))
-            for part in torch.split(whole.view(-1), _NOISE_LEN):
-                part.copy_(self._noise[self._start : self._start + part.numel()])
-                self._start = (self._start + part.numel()) % _NOISE_LEN
-            if cut is not None:
-                own.copy_(whole[cut.rows])
+            else:
+                self._fill(name, tensor)
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        self._noise = self._noise.to(tensor)  # converted once: what follows only copies
+        own = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
+        cut = self.cuts.get(name.rpartition(".")[0])
+        whole = own if cut is None else own.new_empty((cut.num_rows, *own.shape[1:]))
+        for part in torch.split(whole.view(-1), _NOISE_LEN):
+            part.copy_(self._noise[self._start : self._start + part.numel()])
+            self._start = (self._start + part.numel()) % _NOISE_LEN
+        if cut is not None:
+            own.copy_(whole[cut.rows])
 
     def skip(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Passes over the noise of tensors that another worker has."""
@@ -371,7 +378,8 @@ def _fill(
             if isinstance(source, Noise):
                 source.cuts = own_cuts(path, module)
             own = list(module.parameters(recurse=False))
-            packed, tensors = packed_parameters(module), own_tensors(path, module)
+            packed, absent = packed_parameters(module), absent_tensors(path, module)
+            tensors = [(name, tensor) for name, tensor in own_tensors(path, module) if name not in absent]
             ready = packed if are_packed else ()
             if isinstance(source, _Checkpoint):
                 source.orders = own_row_orders(path, module)
@@ -383,7 +391,9 @@ def _fill(
                         remember_kinds(packs, module.stored_kinds)
             if ready or not is_allocated(module, placement.device, placement.dtype):
                 allocate(module, placement.device, placement.dtype, without=ready)
-            tensors = [(name, tensor) for name, tensor in own_tensors(path, module) if not tensor.is_meta]
+            tensors = own_tensors(path, module)
+            if isinstance(source, _Checkpoint):
+                tensors = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
             if isinstance(source, _Checkpoint) and not placement.kernels.keeps_weights:
                 tensors = source.lend(module, tensors)
             source.fill(tensors)

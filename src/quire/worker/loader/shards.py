@@ -14,21 +14,25 @@ import torch
 from torch import nn
 
 from quire.errors import ConfigError, UnsupportedModelError
+from quire.worker.kernels.base import ExpertsShare
 from quire.worker.layers.linear import Embedding, Linear
+from quire.worker.layers.moe import Experts
 from quire.worker.layers.weights import Elsewhere
 from quire.worker.models.attention import SelfAttention
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.latent import LatentAttention
-from quire.worker.parallel.collectives import Collectives, Gather
-from quire.worker.parallel.plan import Stage, share_heads, share_outputs
+from quire.worker.parallel.collectives import Collectives, Gather, Meeting
+from quire.worker.parallel.plan import Stage, share_experts, share_heads, share_outputs
 
 
 class Sharding:
     """One worker's part of models."""
 
-    def __init__(self, collectives: Collectives | None, stage: Stage | None = None) -> None:
-        """None: there are no others in the stage, or there is one stage only."""
-        self.collectives, self.stage = collectives, stage
+    def __init__(
+        self, collectives: Collectives | None, stage: Stage | None = None, expert_placement: str | None = None
+    ) -> None:
+        """None: there are no others in the stage, or there is one stage only, or no worker has whole experts."""
+        self.collectives, self.stage, self._expert_placement = collectives, stage, expert_placement
         self._uses = Counter[str]()
 
     @property
@@ -40,6 +44,7 @@ class Sharding:
         if self.collectives is not None:
             group = self.collectives.group
             names.append(f"{group.kind} {group.index} of {group.size}")
+            names += [] if self._expert_placement is None else [f"experts {self._expert_placement}"]
         return ", ".join(names)
 
     def cut(self, model: nn.Module) -> None:
@@ -60,6 +65,8 @@ class Sharding:
             for path, module in model.named_modules():
                 if isinstance(module, SelfAttention):
                     self._cut_attention(path, module)
+                elif isinstance(module, Experts):
+                    self._cut_experts(path, module)
             for path, module in model.named_modules():
                 if isinstance(module, Linear) and not module.cuts and self._is_cut(model, path):
                     self._cut_linear(path, module)
@@ -95,6 +102,39 @@ class Sharding:
         attended = self._gather(f"{path}.attn", spec.num_heads * spec.value_size)
         attended.start, attended.end = share.heads.start * spec.value_size, share.heads.stop * spec.value_size
         attention.cut(share, attended, whole)
+
+    def _cut_experts(self, path: str, experts: Experts) -> None:
+        assert self.collectives is not None
+        spec, width, group = experts.spec, experts.hidden_size, self.collectives.group
+        num_choices = spec.router.num_experts_per_token
+        if spec.layout in ("stacked", "transposed"):
+            if self._expert_placement is not None:
+                raise UnsupportedModelError(
+                    "--enable-expert-parallel: the experts of this model are stored in one tensor, which is not "
+                    "divided yet: each worker computes all; leave it out"
+                )
+            return
+        role = " ".join(part for part in path.split(".") if not part.isdigit())
+        if self._expert_placement is not None and spec.num_experts >= group.size:
+            own, first, order = share_experts(group, spec.num_experts, self._expert_placement)
+            places = None if order is None else torch.tensor(order, dtype=torch.int32, device="cpu")
+            inner, outputs, gather = range(spec.expert_size), range(width), None
+            meet = Meeting(self.collectives, f"{role} answers", num_choices, width, torch.float32)
+        elif spec.expert_size >= group.size:
+            own, first, places = range(spec.num_experts), 0, None
+            inner, gather = range(*share_outputs(group, spec.expert_size)), self._gather(path, width)
+            outputs = range(gather.start, gather.end)
+            stride = -(-spec.expert_size // 64) * 64
+            meet = Meeting(self.collectives, f"{role} between", num_choices, stride)
+        else:
+            return
+
+        def make_share(dtype: torch.dtype) -> ExpertsShare:
+            complete = None if gather is None else gather.compute
+            ready, meeting = meet.collectives.ready, meet.buffer(dtype)
+            return ExpertsShare(spec.num_experts, own, first, places, inner, outputs, meeting, ready, complete)
+
+        experts.cut(own, inner, outputs, make_share)
 
     def _cut_vocabulary(self, model: DecoderForCausalLM) -> None:
         table: nn.Module = model.model.embed_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,19 @@ def share_outputs(group: Group, num_outputs: int) -> tuple[int, int]:
         unit = UNITS[-1]
     start, end = group.share(-(-num_outputs // unit))
     return start * unit, min(num_outputs, end * unit)
+
+
+def share_experts(group: Group, num_experts: int, placement: str) -> tuple[Sequence[int], int, list[int] | None]:
+    """Returns a worker's whole experts, their place in the order in which each worker's are adjacent, and that order:
+    the place of each expert; None for the order of their numbers. The first workers have one more where the number of
+    experts is no multiple. `placement`: linear or round_robin."""
+    size, (each, rest) = group.size, divmod(num_experts, group.size)
+    firsts = [rank * each + min(rank, rest) for rank in range(size + 1)]
+    first = firsts[group.index]
+    if placement == "linear":
+        return range(first, firsts[group.index + 1]), first, None
+    places = [firsts[expert % size] + expert // size for expert in range(num_experts)]
+    return range(group.index, num_experts, size), first, places
 
 
 def share_heads(group: Group, num_heads: int, num_kv_heads: int) -> HeadShare:
