@@ -58,6 +58,12 @@ CPU_KERNELS = EnvVar(
     "Kernels on a CPU: auto (the best there are), torch (the reference), or an instruction set: amx, avx512_bf16, "
     "avx512, avx2, portable.",
 )
+PP_LAYER_PARTITION = EnvVar(
+    "QUIRE_PP_LAYER_PARTITION",
+    "",
+    "Numbers of layers of the stages of --pipeline-parallel-size, as 10,12; empty divides them evenly.",
+    "VLLM_PP_LAYER_PARTITION",
+)
 DISABLE_REQUEST_ID_RANDOMIZATION = EnvVar(
     "QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION",
     "0",

@@ -293,7 +293,12 @@ def _check_parallel(config: EngineConfig) -> None:
     }
     for what, reason in why.items():
         if reason:
-            raise ConfigError(f"{what}: {reason}; leave it out, or --tensor-parallel-size {size}")
+            raise ConfigError(
+                f"{what}: {reason}; leave it out, or the {size} workers of --tensor-parallel-size and "
+                "--pipeline-parallel-size"
+            )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        config.parallel_config.layer_partition  # noqa: B018  # raises for what is no list
 
 
 def _check_context(model: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire import envs
 from quire.config.flags import flag
 from quire.config.model_impl import TRANSFORMERS
 from quire.errors import ConfigError
@@ -38,6 +39,11 @@ class ParallelConfig:
     )
     enable_expert_parallel: bool = flag(
         False, "Divide a mixture's experts among the workers, instead of the columns of each.", short="-ep"
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = flag(
+        "linear",
+        "Experts of each worker with --enable-expert-parallel: adjacent ones, or by turns.",
+        choices=("linear", "round_robin"),
     )
     data_parallel_size: int = flag(
         1, "Engines of the server, on all its machines.", parse=int, minimum=1, maximum=MAX_ENGINES, short="-dp"
@@ -169,6 +175,22 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def layer_partition(self) -> tuple[int, ...]:
+        """Number of layers of each stage, by QUIRE_PP_LAYER_PARTITION; empty: as even as possible. Raises
+        ConfigError."""
+        text = envs.PP_LAYER_PARTITION.get()
+        try:
+            counts = tuple(int(part) for part in text.split(",")) if text else ()
+        except ValueError:
+            counts = (0,)
+        if counts and (min(counts) < 1 or len(counts) != self.pipeline_parallel_size):
+            raise ConfigError(
+                f"{envs.PP_LAYER_PARTITION.name}={text!r} is not a list of {self.pipeline_parallel_size} numbers of "
+                "layers, one for each stage, as 10,12"
+            )
+        return counts
 
     @property
     def is_external(self) -> bool:
@@ -366,9 +388,7 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 )
 """Combinations that mean nothing: a test and the message, with `c` for the configuration."""
 
-_ONE_WORKER = "one worker computes the whole model; choose a smaller type with --quantization if it does not fit"
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
-    (lambda c: c.pipeline_parallel_size > 1, "--pipeline-parallel-size {c.pipeline_parallel_size}", _ONE_WORKER),
     (
         lambda c: c.executor_backend in ("ray", "external_launcher"),
         "executor {c.executor_backend}",
