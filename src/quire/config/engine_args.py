@@ -265,7 +265,8 @@ def _check_transfer(config: EngineConfig) -> None:
         and "there are no KV blocks; leave the store out",
         "--no-enable-prefix-caching": not config.cache_config.enable_prefix_caching
         and "stored blocks are found as cached prefixes are; enable prefix caching",
-        f"--tensor-parallel-size {config.parallel_config.world_size}": config.parallel_config.world_size > 1
+        f"the {config.parallel_config.world_size} workers of --tensor-parallel-size and --pipeline-parallel-size": config.parallel_config.world_size
+        > 1
         and "blocks of several workers cannot be stored yet; start several engines (--data-parallel-size), or leave "
         "the store out",
         "--device cuda": config.device_config.device == "cuda" and "only blocks in main memory can be stored yet",
