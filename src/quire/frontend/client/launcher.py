@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -37,6 +36,7 @@ from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_netwo
 logger = init_logger(__name__)
 
 
+GROUP_FILE = "group"
 ACTOR_MANAGER = "quire.on_ray.manager:CoreEngineActorManager"
 
 
@@ -94,7 +94,6 @@ class EngineLauncher:
             [bound_address(self.input_socket), *(other.input_address for other in others)],
             [bound_address(self.output_socket), *(other.output_address for other in others)],
         )
-        self._group_file: Path | None = None
         self.coordinator: CoordinatorSupervisor | None = None
         """Set by `start_coordinator`, for engines that step together."""
         self._fleet_key = b""
@@ -127,8 +126,7 @@ class EngineLauncher:
             raise
         self._addresses.coordinator_input, self._addresses.coordinator_output = bound.back, bound.intake
         self._addresses.frontend_stats_publish_address = bound.front
-        self._group_file = self._directory.path / "group"
-        make_group_file(self._group_file)
+        make_group_file(self._directory.path / GROUP_FILE)
         return CoordinatorLink(self._context, bound.front, self._the_cores)
 
     def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
@@ -212,7 +210,7 @@ class EngineLauncher:
             engine_index=engine,
             is_one_of_several=config.parallel_config.num_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
-            group_file=None if self._group_file is None else str(self._group_file),
+            group_file=None if self.coordinator is None else str(self._directory.path / GROUP_FILE),
         )
 
         def is_needed() -> bool:
