@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from quire.errors import ConfigError
+from quire.config.engine import LifecycleConfig
+from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
-from quire.frontend.supervision.coordinator_launch import CoordinatorSupervisor
+from quire.frontend.supervision.coordinator_launch import CoordinatorPlan, CoordinatorSupervisor
 from quire.testing.history import History
+from quire.wire.handshake import CoordinatorAddresses
 
 from .harness import FakeLoad, fake_args, read, running
 from .test_engine_set import dp_client, kill, read_while, wait_for
@@ -95,6 +100,25 @@ async def _kill_and_pause(client: DPLBAsyncMPClient) -> None:
     await client.call_utility_async("pause_scheduler", "keep", False)
     assert await client.call_utility_async("is_scheduler_paused")
     await client.call_utility_async("resume_scheduler")
+
+
+def test_a_coordinator_that_cannot_start_or_has_no_restart_left_says_so(tmp_path: Path) -> None:
+    addresses = CoordinatorAddresses(*(f"ipc://{tmp_path}/{name}" for name in ("a", "b", "c")))
+    gone: queue.SimpleQueue[QuireError] = queue.SimpleQueue()
+    supervisor = CoordinatorSupervisor(CoordinatorPlan(addresses, 1), LifecycleConfig(core_restart_limit=0), gone.put)
+    supervisor.start()
+    assert supervisor.addresses.result(60) == addresses
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert "was killed by SIGKILL, and its budget of 0 restarts" in str(gone.get(timeout=60))
+    supervisor.join(60)
+
+    nowhere = CoordinatorPlan(msgspec.structs.replace(addresses, back=f"ipc://{tmp_path}/none/b"), 1)
+    supervisor = CoordinatorSupervisor(nowhere, LifecycleConfig(), gone.put)
+    supervisor.start()
+    with pytest.raises(EngineDeadError, match="ended before it was ready"):
+        supervisor.addresses.result(60)
+    supervisor.join(60)
 
 
 @pytest.mark.parametrize(

@@ -110,26 +110,25 @@ class CoordinatorSupervisor(threading.Thread):
         self.pid = process.pid
         try:
             assert process.stdout is not None  # requested
-            if self._read_report(process, process.stdout):
+            if self._read_report(process.stdout):
                 self._wait([self._wakeup.fd, process.stdout], math.inf)  # its end closes its standard output
         finally:
             self.pid = None
             _end(process)
         return process.returncode
 
-    def _read_report(self, process: subprocess.Popen[bytes], stdout: IO[bytes]) -> bool:
+    def _read_report(self, stdout: IO[bytes]) -> bool:
         """Takes over the addresses of the first coordinator: the next ones are bound to the same. Returns False if it
         reports none. Raises EngineDeadError if that is the first."""
-        report = b""
-        if stdout in self._wait([self._wakeup.fd, stdout], READY_TIMEOUT_S):
-            report = os.read(stdout.fileno(), MAX_REPORT_BYTES)
+        is_readable = stdout in self._wait([self._wakeup.fd, stdout], READY_TIMEOUT_S)
+        report = os.read(stdout.fileno(), MAX_REPORT_BYTES) if is_readable else b""
         if not report:
             if self._is_stopping or self.addresses.done():
                 return False
             raise EngineDeadError(
-                f"the coordinator of the engines was not ready within {READY_TIMEOUT_S:g} s"
-                if process.poll() is None
-                else "the coordinator of the engines ended before it was ready; its last words are on standard error"
+                "the coordinator of the engines ended before it was ready; its last words are on standard error"
+                if is_readable
+                else f"the coordinator of the engines was not ready within {READY_TIMEOUT_S:g} s"
             )
         addresses = msgspec.msgpack.decode(report, type=CoordinatorAddresses)
         if not self.addresses.done():
