@@ -236,7 +236,7 @@ def test_what_a_foreign_server_says_is_not_heard(sockets: Sockets) -> None:
 def test_a_private_socket_may_have_a_network_address_too(
     directory: SocketDirectory, sockets: Sockets, host: str
 ) -> None:
-    """The private one takes no keys, the other refuses connections without."""
+    """The private one takes no keys, the other refuses a peer without."""
     ours, theirs = derive_keys(bytes(32), 5.0)
     CurveDoor(sockets.context, [ours.peer_public])
     private = directory.endpoint("both")

@@ -87,6 +87,7 @@ class CoreEngineActorManager(threading.Thread):
         self._is_stopping = threading.Event()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that begins here reports no usage
             ray.init(log_to_driver=True, include_dashboard=False)
         life = config.lifecycle_config
         self._engines = [

@@ -401,7 +401,10 @@ class Worker:
     def get_numerics_id(self) -> str:
         """Returns what decides the bits of the logits (`EngineCoreReadyResponse.numerics_id`)."""
         model = self.config.model_config
-        types = self.dtype, self.cache_dtype, model.quantization or "as stored", model.implementation.name
+        form = model.quantization or "as stored"
+        types: tuple[object, ...] = (self.dtype, self.cache_dtype, form, model.implementation.name)
+        if self.kernels.pack_format is None:  # only the native kernels compute the same for any number
+            types = (*types, f"{self.group.size} workers")
         weights = digest_weights(model.model_dir)
         return make_numerics_id(self.device, self.kernels.pack_format, types, self.backend.name, weights)
 
