@@ -209,7 +209,6 @@ OUTPUT = EngineCoreOutput(
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
 COORDINATOR_ADDRESSES = CoordinatorAddresses("ipc:///front", "ipc:///back", "ipc:///intake")
-CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40)
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
 NEW_REQUEST = NewRequestData(
