@@ -131,7 +131,7 @@ class ExpertsShare:
     """One worker's part of a mixture of experts: some outputs of every matrix, or whole experts."""
 
     num_experts: int
-    """Of all workers."""
+    """Number of experts of all workers."""
     experts: Sequence[int]
     """Experts whose matrices the kernel has, in their order."""
     first: int
@@ -168,7 +168,7 @@ class ExpertsKernel(Protocol):
         ...
 
     def set_share(self, share: ExpertsShare) -> None:
-        """Says which part of a mixture its matrices are."""
+        """Gives it the part of a mixture that its matrices are."""
         ...
 
 
