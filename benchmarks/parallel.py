@@ -1,9 +1,10 @@
 """Measures several workers of one engine beside one worker with as many threads: steps, calls of workers, barriers.
 
-    python benchmarks/parallel.py [--shapes half] [--workers 2] [--rounds 5]
+    python benchmarks/parallel.py [--shapes half] [--workers 2] [--stages 1] [--rounds 5]
 
 Each engine is started as `quire serve` starts it, without the frontend: a core's executor in this process. The two take
-turns, with random weights. A decode step has 8 requests with 200 tokens each; a prefill step 512 tokens of one request.
+turns, with random weights. Decoding has 8 requests with 200 tokens each, in as many steps as there are stages; a
+prefill step 512 tokens of one request. `--workers 1 --stages 2` measures a pipeline.
 """
 
 from __future__ import annotations
@@ -35,20 +36,33 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 class Steps:
     """An executor with loaded workers, and steps for it."""
 
-    def __init__(self, directory: str, num_workers: int) -> None:
+    def __init__(self, directory: str, num_workers: int, num_stages: int = 1) -> None:
         args = EngineArgs(
             directory, load_format="dummy", dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
-            tensor_parallel_size=num_workers, max_model_len=1024, max_num_seqs=NUM_REQS, num_gpu_blocks_override=600,
+            tensor_parallel_size=num_workers, pipeline_parallel_size=num_stages, max_model_len=1024,
+            max_num_seqs=NUM_REQS, num_gpu_blocks_override=600,
         )  # fmt: skip
         config = args.create_engine_config()
         self.executor: Executor = resolve(config.parallel_config.executor_class)(config)
         initialize_kv_caches(config, self.executor)
-        self._number, self._finished = 0, set[str]()
+        self._number, self._finished, self._num_stages = 0, set[str](), num_stages
+        self._tokens = dict[str, list[int]]()
+        """The last token of each request."""
+
+    def _send(self, output: SchedulerOutput) -> Callable[[], None]:
+        """Submits a step. Returns a function that waits for it."""
+        self.executor.execute_model(output, non_block=True)
+        sampled: Any = self.executor.sample_tokens(None, non_block=True)
+
+        def wait() -> None:
+            result = sampled.result()
+            self._tokens.update(zip(result.req_ids, result.sampled_token_ids, strict=True))
+
+        return wait
 
     def _run(self, output: SchedulerOutput) -> float:
         start = time.perf_counter()
-        self.executor.execute_model(output)
-        self.executor.sample_tokens(None)
+        self._send(output)()
         return time.perf_counter() - start
 
     def _begin(self, lens: list[int]) -> tuple[list[str], float]:
@@ -67,16 +81,25 @@ class Steps:
         return ids, self._run(step)
 
     def decode(self) -> float:
-        """Returns the median time of a decode step."""
+        """Returns the median time in which every request gets a token. Each stage has a part of the requests."""
         ids, _ = self._begin([CONTEXT] * NUM_REQS)
-        times = []
-        for number in range(STEPS):
-            cached = CachedRequestData(ids, [None] * len(ids), [CONTEXT + number] * len(ids))
-            steps = dict.fromkeys(ids, 1)
-            times.append(
-                self._run(SchedulerOutput([], cached, num_scheduled_tokens=steps, total_num_scheduled_tokens=8))
-            )
-        return statistics.median(times)
+        parts = [ids[i :: self._num_stages] for i in range(self._num_stages)]
+        waits, times = list[Callable[[], None]](), list[float]()
+        for number in range(STEPS + 1):
+            start = time.perf_counter()
+            for part in parts:
+                if len(waits) == len(parts):
+                    waits.pop(0)()
+                done, tokens = [CONTEXT + number] * len(part), {i: self._tokens[i] for i in part}
+                cached = CachedRequestData(part, [None] * len(part), done, tokens)
+                step = SchedulerOutput(
+                    [], cached, num_scheduled_tokens=dict.fromkeys(part, 1), total_num_scheduled_tokens=len(part)
+                )
+                waits.append(self._send(step))
+            times.append(time.perf_counter() - start)
+        for wait in waits:
+            wait()
+        return statistics.median(times[1:])
 
     def prefill(self) -> float:
         """Returns the time of a prefill step."""
@@ -114,26 +137,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="half")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     shape: dict[str, Any] = SHAPES[options.shapes]
     with tempfile.TemporaryDirectory() as directory:
         config = {**shape, "architectures": [ARCHITECTURES[shape["model_type"]]], "tie_word_embeddings": True}
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        one, several = Steps(directory, 1), Steps(directory, options.workers)
+        one, several = Steps(directory, 1), Steps(directory, options.workers, options.stages)
     kinds: dict[str, Callable[[Steps], float]] = {"decode": Steps.decode, "prefill": Steps.prefill}
     for kind, measure in kinds.items():
         measure(one), measure(several)
         pairs = [(measure(one), measure(several)) for _ in range(options.rounds)]
         single, many = (statistics.median(times) for times in zip(*pairs, strict=True))
         print(
-            f"{kind:10} one worker {single * 1e3:8.2f} ms   {options.workers} workers {many * 1e3:8.2f} ms   "
+            f"{kind:10} one worker {single * 1e3:8.2f} ms   {options.stages} x {options.workers} workers "
+            f"{many * 1e3:8.2f} ms   "
             f"speed {single / many:.3f} of one worker's"
         )
     show("a call of all workers, 10 KB", round_trip(several.executor, 10_000))
-    show(
-        "a barrier", several.executor.collective_rpc("call_function", args=("parallel:time_barriers", [20_000], {}))[0]
-    )
+    if options.workers > 1:
+        barriers = several.executor.collective_rpc("call_function", args=("parallel:time_barriers", [20_000], {}))
+        show("a barrier", barriers[0])
     one.executor.shutdown()
     several.executor.shutdown()
 
