@@ -15,7 +15,7 @@ from .harness import Engine, running
 PROMPT_LEN = 400
 NUM_READ = (PROMPT_LEN - 1) // 16 * 16
 """Tokens of the prompt that are read: the last one is computed, and blocks have 16."""
-LONG = 400
+LONG = 800
 
 
 def engine_args(directory: Path) -> EngineArgs:
@@ -52,6 +52,12 @@ async def until_stored(directory: Path, num_blocks: int) -> None:
     store.close()
 
 
+def count_external_hits(engine: Engine) -> float:
+    metrics = engine.llm.pipeline.stats.metrics
+    assert metrics is not None
+    return metrics.snapshot().value("vllm:external_prefix_cache_hits")
+
+
 def test_a_killed_core_and_another_engine_read_what_was_computed(tmp_path: Path) -> None:
     directory = tmp_path / "store"
 
@@ -60,16 +66,17 @@ def test_a_killed_core_and_another_engine_read_what_was_computed(tmp_path: Path)
             tokens, num_cached = await answer(engine, "cold")
             assert num_cached == 0
             await until_stored(directory, PROMPT_LEN // 16)
-            engine.signal_core()
-            assert await answer(engine, "warm") == (tokens, NUM_READ)
             half = asyncio.Event()
             task = asyncio.create_task(answer(engine, "long", LONG, half))
             await half.wait()
-            engine.signal_core()  # in the middle of a request, whose output so far is read with its prompt
+            assert count_external_hits(engine) == 0
+            engine.signal_core()  # in the middle of a request: the next core reads what is stored of it
             interrupted, _ = await task
             assert interrupted[:8] == tokens
+            assert count_external_hits(engine) >= NUM_READ
             await until_stored(directory, (PROMPT_LEN + LONG - 1) // 16)
         async with running(engine_args(directory)) as engine:
             assert await answer(engine, "another engine", LONG) == (interrupted, NUM_READ)
+            assert count_external_hits(engine) == NUM_READ
 
     asyncio.run(run())

@@ -161,6 +161,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Blocks that were not saved, by reason: "pins", or that of the worker."""
     num_held_blocks: dict[str, int] = {}
     """References of blocks outside of tables, by state."""
+    num_stored_blocks: int = 0
+    """Blocks that the connector can find."""
+    num_stored_bytes: int = 0
+    """Bytes of the store, those of other models included."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -101,6 +101,10 @@ class KVConnectorScheduler(ABC):
         transfer is under way."""
         return
 
+    def count_stored(self) -> tuple[int, int]:
+        """Returns the number of blocks that can be found, and the bytes of the whole store."""
+        return 0, 0
+
     def reset_cache(self) -> bool:
         """Drops what is stored. Returns False if that failed."""
         return True

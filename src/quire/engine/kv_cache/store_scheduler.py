@@ -173,6 +173,9 @@ class StoreScheduler(KVConnectorScheduler):
         self._generation += 1
         self._forget_namespace()
 
+    def count_stored(self) -> tuple[int, int]:
+        return (0, 0) if self._index is None else (self._index.num_blocks, self._index.num_bytes)
+
     def reset_cache(self) -> bool:
         """Drops the records of this namespace: from the index now, and from the directory with the next step."""
         if self._index is not None:

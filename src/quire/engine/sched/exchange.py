@@ -214,6 +214,7 @@ class KVExchange(NoExchange, AdmissionGate):
         new.num_saved_blocks, saver.num_saved = saver.num_saved, 0
         new.num_dropped_blocks, saver.num_dropped = dict(saver.num_dropped), Counter()
         new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
+        new.num_stored_blocks, new.num_stored_bytes = self.connector.count_stored()
         stats.kv_transfer = new
 
     def on_new_request(self, request: Request) -> None:

@@ -38,8 +38,8 @@ logger = init_logger(__name__)
 SAVE_NICENESS = 10
 END_S = 1.0
 """Seconds that saves which were ordered are given when the engine ends."""
-KNOWN_S = 0.5
-"""Time to wait for a namespace: enough where the weights were hashed before, so that the first request finds blocks."""
+KNOWN_S = 10.0
+"""Longest wait for a namespace where all weights were hashed before: so the first request finds blocks."""
 
 
 class StoreWorker(KVConnectorWorker):
@@ -146,19 +146,31 @@ class StoreWorker(KVConnectorWorker):
         """Computes the fingerprint in the background. It is there at once if the files are known."""
         if self._hasher is not None:
             self._hasher.join()
-        args = (self._generation, self._model_dir, self._loaded_ns)
+        takes_long = threading.Event()
+        args = (self._generation, self._model_dir, self._loaded_ns, takes_long)
         self._hasher = threading.Thread(target=self._hash, args=args, name="kv-store-hash", daemon=True)
         self._hasher.start()
-        self._hasher.join(KNOWN_S)
+        takes_long.wait(KNOWN_S)
 
-    def _hash(self, generation: int, model_dir: Path, loaded_ns: int) -> None:
-        _lower_priority()
+    def _hash(self, generation: int, model_dir: Path, loaded_ns: int, takes_long: threading.Event) -> None:
+        """Computes a fingerprint and reports it. Sets `takes_long` at its end, or when a file has to be read."""
+
+        def is_stopped() -> bool:
+            if not takes_long.is_set():
+                takes_long.set()
+                _lower_priority()
+            return self._is_closed.is_set()
+
+        try:
+            self._identify(generation, model_dir, loaded_ns, is_stopped)
+        finally:
+            takes_long.set()
+
+    def _identify(self, generation: int, model_dir: Path, loaded_ns: int, is_stopped: Callable[[], bool]) -> None:
         assert self._memory is not None
         try:
             digests = FileDigests(self._directory.path)
-            fingerprint = compute_fingerprint(
-                self.config, self._memory, model_dir, digests, loaded_ns, self._is_closed.is_set
-            )
+            fingerprint = compute_fingerprint(self.config, self._memory, model_dir, digests, loaded_ns, is_stopped)
         except HashingStoppedError:
             return
         except (OSError, ChangedFileError) as e:

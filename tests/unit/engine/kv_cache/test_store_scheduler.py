@@ -109,6 +109,7 @@ def test_what_the_directory_has_is_matched_up_to_the_first_gap(stores: Any) -> N
     assert store.num_matched(request, 8) == 4
     assert store.num_matched(request, 12) == 0
     store.write(request, [3, 5, 6, 7])
+    assert store.half.count_stored() == (8, store.directory.count_bytes())
     assert store.num_matched(request) == 32
     assert store.num_matched(request_of(32)) == 28, "the last token is computed"
     assert store.num_matched(request_of(33, lora_request=LoRARequest("a", 1, "/a"))) == 0

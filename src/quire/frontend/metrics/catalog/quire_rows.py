@@ -440,9 +440,10 @@ TRANSFERS: tuple[MetricSpec, ...] = (
     of_transfers(
         name="kv_saves_dropped",
         kind="counter",
-        help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed.",
+        help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed. "
+        "full: the store or the disk.",
         labels=("reason",),
-        known=each(("pins", "error")),
+        known=each(("pins", "full", "error")),
         samples=lambda transfers: labelled(transfers.num_dropped_blocks),
     ),
     of_transfers(
@@ -453,6 +454,18 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         labels=("state",),
         known=each(HELD_STATES),
         samples=lambda transfers: [((state,), transfers.num_held_blocks.get(state, 0)) for state in HELD_STATES],
+    ),
+    of_transfers(
+        name="kv_store_blocks",
+        kind="gauge",
+        help="KV blocks of this model in the store, at the last scan.",
+        value=attrgetter("num_stored_blocks"),
+    ),
+    of_transfers(
+        name="kv_store_bytes",
+        kind="gauge",
+        help="Bytes of the store at the last scan, those of other models included.",
+        value=attrgetter("num_stored_bytes"),
     ),
 )
 
