@@ -29,7 +29,7 @@ from benchmarks.models import find_checkpoint
 from quire import LLM, SamplingParams
 from quire.kv_store.access import RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.extent import read_into
+from quire.kv_store.extent import follow, open_extent, read_into
 from quire.kv_store.record import TAG_BYTES, RecordHeader, RecordMac, make_header
 from quire.worker.kv_transfer.transfers import BlockBytes
 
@@ -39,6 +39,10 @@ LAYERS, PIECE_BYTES = 24, 4096
 NUM_BLOCKS = 4096
 STORE_BYTES = 8 << 30
 MAX_MODEL_LEN = 16384
+KV_CACHE_BYTES = 4 << 30
+"""5 % of it may wait to be stored: more than the prompt of `restart`."""
+STORED_S = 30.0
+"""Time to wait for all blocks of a prompt."""
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8) -> LLM:
     return LLM(
         str(model),
         max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory_bytes=1 << 30,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_num_seqs=max_num_seqs,
         skip_tokenizer_init=True,
         kv_store=None if directory is None else str(directory),
@@ -163,9 +167,13 @@ def time_first_token(llm: LLM, num_tokens: int, seed: int) -> tuple[float, list[
 
 
 def count_records(directory: Path) -> int:
-    command = [sys.executable, "-m", "quire", "kv-store", "list", str(directory), "--json"]
-    text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    return sum(int(part.split(",")[0]) for part in text.split('"records": ')[1:])
+    store, total = StoreDirectory.open(directory, STORE_BYTES), 0
+    for extent in store.list_extents():
+        descriptor = open_extent(store.descriptor, extent.name)
+        total += sum(1 for _ in follow(descriptor, 0, bytes.fromhex(extent.namespace)))
+        os.close(descriptor)
+    store.close()
+    return total
 
 
 def serve_once(model: Path, directory: Path, num_tokens: int, awaited_blocks: int) -> None:
@@ -174,7 +182,7 @@ def serve_once(model: Path, directory: Path, num_tokens: int, awaited_blocks: in
     time_first_token(llm, 64, seed=99)  # the first request of a process pays for more than its prompt
     seconds, tokens, cached = time_first_token(llm, num_tokens, seed=1)
     start = time.perf_counter()
-    while count_records(directory) < awaited_blocks:
+    while count_records(directory) < awaited_blocks and time.perf_counter() - start < STORED_S:
         time.sleep(0.01)
     print(seconds, tokens[0], cached, time.perf_counter() - start, flush=True)
     signal.pause()

@@ -34,12 +34,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"vocabulary", "config", "wire", "kv_store", "engine"},
     "frontend": {"vocabulary", "config", "wire", "frontend"},
     "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
+    "coordinator": {"vocabulary", "wire", "coordinator"},
     "replay": {"vocabulary", "config", "wire", "engine", "replay"},
     "cli": {
         *("vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "replay", "testing", "cli"),
         "face",
     },
     "testing": {"vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "on_ray": {"vocabulary", "config", "wire", "frontend", "on_ray"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
@@ -52,7 +54,9 @@ THIRD_PARTY: dict[str, set[str]] = {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec", "safetensors"),
         *("starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
+    "coordinator": {"msgspec", "zmq"},
     "replay": {"msgspec", "numpy"},
+    "on_ray": {"ray"},
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
@@ -70,6 +74,7 @@ ONLY_IN: dict[str, set[str]] = {
     "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
     "aiohttp": {"quire.cli.remote.client"},
+    "ray": {"quire.on_ray.manager"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

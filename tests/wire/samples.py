@@ -32,7 +32,14 @@ from quire.wire.execution import (
     NewRequestData,
     SchedulerOutput,
 )
-from quire.wire.handshake import ClientAddresses, EngineHandshakeMetadata, EngineStatus, EngineZmqAddresses
+from quire.wire.handshake import (
+    ClientAddresses,
+    CoordinatorAddresses,
+    CoordinatorLaunch,
+    EngineHandshakeMetadata,
+    EngineStatus,
+    EngineZmqAddresses,
+)
 from quire.wire.kv_cache import (
     ChunkedSpec,
     ExtraKVCacheLayer,
@@ -55,6 +62,17 @@ from quire.wire.kv_transfer import (
     SaveResult,
 )
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
+from quire.wire.nodes import (
+    CoreEnd,
+    CoreOrder,
+    CoreReport,
+    HeadReport,
+    NodeHello,
+    NodeRefusal,
+    NodeReport,
+    NodeUnknown,
+    NodeWelcome,
+)
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
 from quire.wire.stats import (
@@ -75,6 +93,10 @@ from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 from quire.wire.worker_calls import WorkerCall, WorkerReply
 
+CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40, 5.0)
+CORE_END = CoreEnd(2, "crash", "was killed by SIGSEGV", ["0_request"], True, True)
+CORE_REPORT = CoreReport(1, 3, 4711, {"crash": 2}, CORE_END, "the budget is used up")
+CORE_ORDER = CoreOrder(1, True, 3, 2, 100)
 LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
 ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16, [7, 8])
 ADAPTER_STATS = AdapterStats({"loaded": 2}, [0.25], [0.5], 1, 1 << 20, {"ready": 1})
@@ -157,6 +179,7 @@ TRANSFER_STATS = KVTransferStats(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
     TRANSFER_STATS,
+    6,
 )
 STORED = BlockStored(
     [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
@@ -185,6 +208,8 @@ OUTPUT = EngineCoreOutput(
     adapter=ADAPTER,
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
+COORDINATOR_ADDRESSES = CoordinatorAddresses("ipc:///front", "ipc:///back", "ipc:///intake")
+CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40)
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
 NEW_REQUEST = NewRequestData(
@@ -258,6 +283,7 @@ FULL: dict[str, Any] = {
         stamps=[Stamp("imports", 10.5, 0.25)],
         next_sequence=58,
         kv_events=SOURCE,
+        numerics_id="x86_64; native amx",
     ),
     "BlockStored": STORED,
     "BlockRemoved": REMOVED,
@@ -306,8 +332,10 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", CURVE_KEYS
     ),
+    "CoordinatorAddresses": COORDINATOR_ADDRESSES,
+    "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS),
     "FullAttentionSpec": FULL_SPEC,
     "ChunkedSpec": ChunkedSpec(16, 2, 64, "float16", 96),
     "LatentSpec": LatentSpec(16, 1, 576, "float32"),
@@ -322,7 +350,16 @@ FULL: dict[str, Any] = {
     "Group": Group(GroupKind.TENSOR, (4, 5), 1),
     "WorkerCall": WorkerCall(7, "execute_model"),
     "WorkerReply": WorkerReply(7, "ModelLoadError", "it does not fit", is_fatal=True, is_echo=True),
-    "CurveKeys": CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40),
+    "CurveKeys": CURVE_KEYS,
+    "NodeHello": NodeHello(3, 2, 4, 8, {"--dtype": "float32"}, "far", 123),
+    "CoreEnd": CORE_END,
+    "CoreReport": CORE_REPORT,
+    "NodeReport": NodeReport([CORE_REPORT], True, True),
+    "NodeRefusal": NodeRefusal("no"),
+    "NodeWelcome": NodeWelcome([3, 4], 2048),
+    "NodeUnknown": NodeUnknown(),
+    "CoreOrder": CORE_ORDER,
+    "HeadReport": HeadReport([CORE_ORDER], 2048, True, True, True),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,
     "KVCacheEvictionEvent": EVICTION,

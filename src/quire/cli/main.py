@@ -62,6 +62,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench serve", "quire.cli.bench.serve:", "Load a server: latencies, goodput, saturation."),
     Command("bench startup", "quire.cli.bench.startup:", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead:", "Measure what the engine costs beside the model."),
+    Command("fleet key", "quire.cli.fleet:key_", "Make the key of several machines.", checks_environment=False),
     Command("fleet status", "quire.cli.fleet:status_", "List the engines of a server.", checks_environment=False),
     Command("fleet restart", "quire.cli.fleet:restart_", "Restart them one by one.", checks_environment=False),
     Command("fleet scale", "quire.cli.fleet:scale_", "Change their number.", checks_environment=False),

@@ -96,7 +96,8 @@ class EngineCore:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        observers, self._traces = make_observers(config, sizes, self.heartbeat)
+        max_steps = self.executor.max_concurrent_batches
+        observers, self._traces = make_observers(config, sizes, self.heartbeat, max_steps)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         self.adapters = AdapterManager(config.lora_config, self.executor, sizes.adapter_bytes, wake=wake)
         adapters: AdmissionGate = self.adapters
@@ -114,6 +115,8 @@ class EngineCore:
             structured_output_manager=grammars,
             gates=(adapters,) if config.lora_config.enable_lora else (),
             drafts=drafts,
+            max_concurrent_steps=max_steps,
+            sends_tokens=self.executor.needs_sampled_tokens,
         )
         exchange: NoExchange = NO_EXCHANGE
         if config.kv_transfer_config.connector is not None:
@@ -129,8 +132,9 @@ class EngineCore:
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
             kv_events=find_source(config),
+            numerics_id=self.executor.get_numerics_id() if config.parallel_config.data_parallel_size > 1 else "",
         )
-        self.batch_queue_size = self.executor.max_concurrent_batches
+        self.batch_queue_size = max_steps
         self.batch_queue: deque[_QueuedStep] = deque()
         """Steps in flight, newest left."""
         self.step_fn = self.step if self.batch_queue_size == 1 else self.step_with_batch_queue

@@ -68,6 +68,10 @@ class Lifecycle:
         self._finish_steps = finish_steps
         self.can_wait = False
         """True if steps continue by themselves while a verb waits for them."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called when a pause begins, before it is checked whether anything runs."""
+        self.on_resume: Callable[[], None] = lambda: None
+        """Called when scheduling goes on."""
         self._idle_state_callbacks: deque[_Pause] = deque()
         self._is_asleep = False
         self._released: set[str] = set()
@@ -98,6 +102,7 @@ class Lifecycle:
         while self._idle_state_callbacks:
             error = ClientError("the engine was resumed before the pause was complete")
             self._idle_state_callbacks.popleft().future.set_exception(error)
+        self.on_resume()
 
     def is_scheduler_paused(self) -> bool:
         """Returns whether new requests wait."""
@@ -115,6 +120,7 @@ class Lifecycle:
             if mode == "abort":
                 self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, report=True)
             self._scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+            self.on_pause()
             if mode != "wait":
                 self._finish_steps()
             if not self.can_wait or not self._has_work():

@@ -51,6 +51,7 @@ class _LiveRequest:
     def __init__(self, data: NewRequestData, tables: list[BlockTable], adapter: str) -> None:
         self.adapter = (data.lora_request.lora_int_id, data.lora_revision) if data.lora_request is not None else None
         self.tokens = data.prompt_token_ids + data.output_token_ids
+        self.num_prompt = len(data.prompt_token_ids)
         self.num_computed = data.num_computed_tokens
         self.params = data.sampling_params
         self.identity = kv_identity(data.sampling_params, data.lora_request, adapter)
@@ -258,7 +259,8 @@ class FakeExecutor(Executor):
         for req_id, new_block_ids, num_computed in rows:
             self._continue(req_id, new_block_ids, num_computed)
         for req_id, token_ids in running.new_token_ids.items():
-            self._requests[req_id].tokens += token_ids
+            request = self._requests[req_id]
+            request.tokens += token_ids[len(request.tokens) - max(request.num_computed, request.num_prompt) :]
         digests = {}
         for req_id in running.req_ids:
             digests[req_id] = self._forward_request(req_id, step)

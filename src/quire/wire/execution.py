@@ -57,7 +57,8 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     num_computed_tokens: list[int] = []
     """Tokens whose KV is in the cache before this step."""
     new_token_ids: dict[str, list[int]] = {}
-    """Outputs that the worker has not sampled, by request id: a grammar forced them. They come after those it has."""
+    """Outputs whose KV is not in the cache, by request id: the last ones. Given where a grammar forced some, and to
+    workers that do not sample; a worker may have the first of them."""
 
     @property
     def num_reqs(self) -> int:

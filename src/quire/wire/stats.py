@@ -172,7 +172,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_skipped_waiting_reqs: int = 0
     """Requests that wait for something else: a grammar, the end of a pause, a remote KV transfer."""
     step_counter: int = 0
+    """Steps of the present wave so far; 0 for engines that do not step together."""
     current_wave: int = 0
+    """Number of waves that are over (`engine/waves.py`)."""
     kv_cache_usage: float = 0.0
     """Share of the blocks in use, 0..1, the null block left out."""
     prefix_cache_stats: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
@@ -200,6 +202,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Batches of KV cache events that could not be published."""
     kv_transfer: KVTransferStats | None = None
     """None where nothing is stored outside the engine."""
+    num_dummy_batches: int = 0
+    """Steps without requests since the last report, which other engines waited for."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]

@@ -20,12 +20,12 @@ from quire.cli.main import main
 from quire.config.engine_args import EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.errors import ModelLoadError
-from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.worker.attention.layer import Attention
 from quire.worker.kernels.library import native_library
 from quire.worker.models.registry import get_model_class
 from tests.adapters import write_adapter
+from tests.checkpoints import MakeCheckpoint
 
 from .conftest import LLAMA
 
@@ -301,8 +301,8 @@ def test_what_to_do_about_a_model_that_cannot_be_fetched(capsys: Capture, monkey
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "llama4_text"])
-def test_latent_and_chunked_layers_keep_what_the_model_says(family: str, tmp_path: Path) -> None:
-    hf = HFConfig.from_dir(make_tiny_checkpoint(tmp_path, family))
+def test_latent_and_chunked_layers_keep_what_the_model_says(family: str, tiny_checkpoint: MakeCheckpoint) -> None:
+    hf = HFConfig.from_dir(tiny_checkpoint(family))
     with torch.device("meta"):
         model = get_model_class(hf)(hf)
     real = [layer.kv_cache_spec(16, torch.float16) for layer in model.modules() if isinstance(layer, Attention)]

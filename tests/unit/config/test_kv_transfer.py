@@ -107,7 +107,10 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
         ({"kv_store": ""}, "--kv-store is empty"),
         ({"kv_store_size": 5}, "--kv-store-size 5 is below the minimum"),
         ({"enable_prefix_caching": False}, "--kv-store with --no-enable-prefix-caching: .* enable prefix caching"),
-        ({"tensor_parallel_size": 2}, "--kv-store with --tensor-parallel-size 2: blocks of several workers cannot"),
+        (
+            {"tensor_parallel_size": 2},
+            "-size x --pipeline-parallel-size 2: blocks of several workers",
+        ),
         ({"device": "cuda"}, "only blocks in main memory can be stored yet"),
     ],
 )

@@ -178,6 +178,8 @@ def test_an_idle_loop_goes_on(loops: Callable[..., Loop]) -> None:
     for name in ("a", "b"):
         loop.add(name, max_tokens=1)
         loop.wait_finished(name)
+    loop.call(1, "is_sleeping")  # answered between steps: the one that the last output came from is over
+    loop.wait_for(lambda: 1 in loop.answers)
     assert loop.core.is_running
     assert not loop.core.has_work()
 

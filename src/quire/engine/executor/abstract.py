@@ -36,6 +36,11 @@ class Executor(ABC):
         """Number of steps that may be in flight at once; more than 1 makes the core use `step_with_batch_queue`."""
         return 1
 
+    @property
+    def needs_sampled_tokens(self) -> bool:
+        """True if some workers do not sample: steps must bring them the tokens that others have sampled."""
+        return False
+
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, AnyKVCacheSpec]]:
         """Returns, per worker, the KV that each attention layer keeps, by layer name."""
@@ -75,6 +80,10 @@ class Executor(ABC):
     @abstractmethod
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns the tasks of the model, e.g. ("generate",)."""
+
+    def get_numerics_id(self) -> str:
+        """Returns what decides the bits of the logits (`EngineCoreReadyResponse.numerics_id`); empty: unknown."""
+        return ""
 
     @abstractmethod
     def collective_rpc(

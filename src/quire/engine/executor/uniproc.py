@@ -70,6 +70,9 @@ class UniProcExecutor(Executor):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return tuple(self.worker.get_supported_tasks())
 
+    def get_numerics_id(self) -> str:
+        return str(self.worker.get_numerics_id())
+
     def measure_adapter(self, lora_request: LoRARequest) -> Future[int]:
         future: Future[int] = self.worker.measure_adapter(lora_request)
         return future

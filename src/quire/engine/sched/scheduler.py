@@ -57,8 +57,11 @@ class Scheduler(SchedulerInterface):
         structured_output_manager: StructuredOutputManager | None = None,
         gates: Sequence[AdmissionGate] = (),
         drafts: DraftFitter | None = None,
+        max_concurrent_steps: int = 1,
+        sends_tokens: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`max_concurrent_steps`: most steps in flight. `sends_tokens`: to workers that do not sample."""
         metrics = None if kv_cache_metrics_sample is None else KVCacheMetricsCollector(kv_cache_metrics_sample)
         self.limits = SchedulerLimits.from_config(scheduler_config, max_model_len, kv_cache_config.num_blocks)
         self.kv_cache_manager = KVCacheManager(
@@ -82,7 +85,7 @@ class Scheduler(SchedulerInterface):
         self.waiting = WaitingRequests(self.policy, (*grammars, *gates))
         self.exchange: NoExchange = NO_EXCHANGE
         """Stores outside the engine. `connect` sets another."""
-        self._steps = StepsInFlight()
+        self._steps = StepsInFlight(max_concurrent_steps, sends_tokens=sends_tokens)
         self._outputs = OutputCollector(max_model_len, include_finished_set, drafts)
         self._num_recomputed_tokens = 0
         """Tokens computed again after preemptions, since the last statistics."""
@@ -116,8 +119,10 @@ class Scheduler(SchedulerInterface):
     # -- the step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        step = StepBuilder(self.limits.max_num_scheduled_tokens, self.clock())
         self.exchange.begin_round()
+        limits = self.limits
+        num_reqs = min(limits.max_num_seqs, len(self.running) + len(self.waiting.ready))
+        step = self._steps.begin(limits.max_num_scheduled_tokens, self.clock(), num_reqs)
         if self.pause_state is not PauseState.PAUSED_ALL and self._schedule_running(step):
             self._schedule_waiting(step)
         if self.drafts is not None:
@@ -133,7 +138,7 @@ class Scheduler(SchedulerInterface):
         no_blocks = self.kv_cache_manager.empty_kv_cache_blocks
         any_preempted = False
         index = 0
-        while index < len(running) and step.token_budget > 0:
+        while index < len(running) and step.has_room:
             request = running[index]
             index += 1
             num_new = request.num_tokens - request.num_computed_tokens
@@ -160,7 +165,7 @@ class Scheduler(SchedulerInterface):
     def _schedule_waiting(self, step: StepBuilder) -> None:
         """Admits requests from the head of the queue, until one does not fit."""
         self.waiting.unblock(self._steps.get_preempted(), self.pause_state)
-        while step.token_budget > 0 and len(self.running) < self.limits.max_num_seqs:
+        while step.has_room and len(self.running) < self.limits.max_num_seqs:
             request = self._next_waiting()
             if request is None:
                 break

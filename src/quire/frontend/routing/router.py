@@ -47,7 +47,7 @@ class PrefixDirectory:
 
     def __init__(self) -> None:
         self._blocks: dict[int, OrderedDict[BlockHash, None]] = {}
-        """Of each engine, the least recently used first."""
+        """Blocks of each engine, the least recently used first."""
         self._limits: dict[int, int] = {}
         self._holders: dict[BlockHash, int] = {}
         """The engines that have a block: a bit for each index."""

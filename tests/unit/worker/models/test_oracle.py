@@ -65,7 +65,8 @@ def assert_same_logits(path: Path, *lengths: int, oracle_path: Path | None = Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_logits_of_transformers(family: str, tiny_checkpoint: Make) -> None:
-    assert_same_logits(tiny_checkpoint(family), 1, 33, 290)
+    """The first rows of a long prompt are those of a short one, where no rotary embedding depends on the length."""
+    assert_same_logits(tiny_checkpoint(family), 1, 290)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +313,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 def test_a_variant_has_the_logits_of_transformers(
     family: str, overrides: dict[str, Any], tiny_checkpoint: Make
 ) -> None:
-    assert_same_logits(tiny_checkpoint(family, **overrides), 5, 200)
+    lengths = (5, 200) if "rope_parameters" in overrides else (200,)
+    assert_same_logits(tiny_checkpoint(family, **overrides), *lengths)
 
 
 def test_longrope_takes_the_long_factors_when_the_context_is_long(tiny_checkpoint: Make) -> None:

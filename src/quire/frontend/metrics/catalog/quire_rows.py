@@ -212,6 +212,11 @@ LEDGER: tuple[MetricSpec, ...] = (
         value=lambda facts: facts.core_counts.get("moved_tokens", 0),
     ),
     of_ledger(
+        name="foreign_numerics_moves",
+        help="Streams that went on at an engine that may compute other bits (--reroute-any-numerics).",
+        value=lambda facts: facts.core_counts.get("foreign_moves", 0),
+    ),
+    of_ledger(
         name="router_decisions",
         help="Choices of an engine for a request, by reason.",
         labels=("why",),
@@ -222,6 +227,20 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="router_expected_cached_tokens",
         help="Tokens of placed requests that the router expected in the engine's prefix cache.",
         value=lambda facts: facts.core_counts.get("expected_cached_tokens", 0),
+    ),
+    of_step(
+        name="dp_wave",
+        kind="gauge",
+        help="Waves of engines that step together (--dp-coordinator always) that are over.",
+        value=lambda stats: stats.current_wave,
+        prefix=QUIRE,
+    ),
+    of_step(
+        name="dummy_batches",
+        kind="counter",
+        help="Steps without requests that an engine ran because others waited for it.",
+        value=lambda stats: stats.num_dummy_batches,
+        prefix=QUIRE,
     ),
     of_ledger(
         name="engine_step_age_seconds",
