@@ -63,7 +63,7 @@ LUCKY_SEEDS: dict[str, dict[str, int]] = {
         "rejected_drafts_are_not_the_requests": 43, "runs_count_as_one_draft": 33, "session_without_room_is_sent": 2,
     },
     "tiered": {
-        "accepted_for_other_tokens": 25, "fails_instead_of_waiting": 16, "loaded_beside_a_step": 20,
+        "accepted_for_other_tokens": 25, "fails_instead_of_waiting": 3, "loaded_beside_a_step": 30,
         "store_of_the_old_weights": 9,
     },
 }  # fmt: skip

@@ -133,6 +133,7 @@ class SimulatedExecutor(FakeExecutor):
     def _fail_if_told(self, place: str) -> None:
         if self.fault == place:
             self.fault = self._unsampled = None
+            self._memory.has_lost_step = True
             raise WorkerFault(place)
 
     def propose(self, req_id: str, num_drafts: int) -> list[int]:

@@ -201,6 +201,7 @@ class FakeExecutor(Executor):
         return token_ids
 
     def _forget(self, step: SchedulerOutput) -> None:
+        self._memory.has_lost_step = False
         for req_id in step.preempted_req_ids | step.finished_req_ids:
             # One that is not known may have been aborted while it waited, or be named again after a failed step.
             request = self._requests.pop(req_id, None)

@@ -43,6 +43,8 @@ class KVMemory:
         self._num_holders = [0] * num_blocks
         self._written: set[int] = set()
         """Blocks written since `take_written`."""
+        self.has_lost_step = False
+        """True after a step has failed, until the next one: tables may have blocks that the engine has freed."""
         self.in_flight: list[set[int]] = []
         """Blocks that each step without a result has written, and may still be writing."""
 
@@ -104,7 +106,7 @@ class KVMemory:
     def load_block(self, block_id: int, slots: bytes) -> None:
         """Writes all slots of a block that no live table holds, as a transfer does. Raises ProtocolError for another
         one, and for one that a step in flight writes."""
-        if block_id == NULL_BLOCK_ID or self._num_holders[block_id]:
+        if block_id == NULL_BLOCK_ID or (self._num_holders[block_id] and not self.has_lost_step):
             raise ProtocolError(f"block {block_id} is loaded while {self._num_holders[block_id]} live tables hold it")
         if any(block_id in written for written in self.in_flight):
             raise ProtocolError(f"block {block_id} is loaded while a step in flight may write it")

@@ -164,7 +164,8 @@ class FakeTierWorker(KVConnectorWorker):
         self.manners: list[Manner] = ["good"]
         """Manners of transfers, of which each gets one at random."""
         self.num_at_once = 0
-        """Most moves at once when orders come, before the step that has carried them."""
+        """Most moves of saves at once when orders come, before the step that has carried them. Loads move later: in the
+        fake, tables give back what has left their window only in the step."""
         self.active: dict[int, _Transfer] = {}
         self._last_id = 0
         self._lost_ids: set[int] = set()
@@ -194,11 +195,11 @@ class FakeTierWorker(KVConnectorWorker):
         while self.is_prompt and self.active:
             self.advance()
         for _ in range(self.rng.randint(0, self.num_at_once) if self.num_at_once else 0):
-            self.advance()
+            self.advance((SaveOrder,))
 
-    def advance(self) -> bool:
+    def advance(self, kinds: tuple[type, ...] = (LoadOrder, SaveOrder)) -> bool:
         """Moves a block of one transfer, or ends it. Returns whether there was any that could move."""
-        able = [transfer for transfer in self.active.values() if self._may_move(transfer)]
+        able = [one for one in self.active.values() if isinstance(one.order, kinds) and self._may_move(one)]
         if not able:
             return False
         transfer = self.rng.choice(able)

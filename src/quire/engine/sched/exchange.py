@@ -139,6 +139,12 @@ class _Steps:
         num_pairs = sum(count_pairs(starts[req_id], num_tokens) for req_id, num_tokens in counts.items())
         cost.compute.add(output.total_num_scheduled_tokens, num_pairs, now - began)
 
+    @property
+    def fence(self) -> int:
+        """Returns how many results must be in before blocks may be written that are free now. Beside steps in flight,
+        the one that is being scheduled counts, too: it ends requests in the worker, and may be lost with them."""
+        return self.num_sent + (self.num_received < self.num_sent)
+
     def abandon(self) -> None:
         self.num_received = self.num_sent
         self._sent_at.clear()
@@ -286,7 +292,7 @@ class KVExchange(NoExchange, AdmissionGate):
             self._declined = request, num_hits
             return False
         reserved_blocks += self._manager.count_blocks_to_come(running)
-        fence = self._steps.num_sent
+        fence = self._steps.fence
         load = self.loader.begin(request, hits, match, fence=fence, reserved_blocks=reserved_blocks, now=now)
         if load is None:
             return False

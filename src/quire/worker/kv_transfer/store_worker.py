@@ -61,7 +61,7 @@ class StoreWorker(KVConnectorWorker):
         self._namespace: Namespace | None = None
         self._transfers: dict[int, Load | Save] = {}
         """Transfers that have not ended, by id."""
-        self._last_id = -1
+        self._arrivals = _Arrivals()
         self._is_closed = threading.Event()
         self._io = _IOThreads(self._directory, int(extra.get("io_threads", min(2, os.cpu_count() or 1))))
         self._hasher: threading.Thread | None = None
@@ -120,14 +120,14 @@ class StoreWorker(KVConnectorWorker):
             self._directory.close()  # a thread that hangs in a system call keeps it
 
     def _begin(self, transfer_id: int, task: Load | Save) -> None:
-        self._last_id = max(self._last_id, transfer_id)
+        self._arrivals.add(transfer_id)
         self._transfers[transfer_id] = task
 
     def _cancel(self, transfer_id: int) -> None:
         task = self._transfers.get(transfer_id)
         if task is not None:
             task.cancel()
-        elif transfer_id > self._last_id:
+        elif not self._arrivals.has(transfer_id):
             # which of the two it would have been is not known here: the engine looks for its id in both
             load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
             self._report(KVConnectorOutput(loads=[load], saves=[save]))
@@ -190,6 +190,21 @@ class StoreWorker(KVConnectorWorker):
             self._namespace = Namespace(fingerprint, self._directory.key, self._blocks)
             self._identity = KVConnectorOutput(info=info)
             self._report(self._identity)
+
+
+class _Arrivals:
+    """The ids of orders that have arrived, in their order. Those passed over were lost with a step that failed."""
+
+    def __init__(self) -> None:
+        self._last_id = 0
+        self._lost_ids: set[int] = set()
+
+    def add(self, transfer_id: int) -> None:
+        self._lost_ids.update(range(self._last_id + 1, transfer_id))
+        self._last_id = max(self._last_id, transfer_id)
+
+    def has(self, transfer_id: int) -> bool:
+        return transfer_id <= self._last_id and transfer_id not in self._lost_ids
 
 
 class _IOThreads:
