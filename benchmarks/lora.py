@@ -154,7 +154,7 @@ def l1(bench: Bench) -> list[Row]:
     for model in bench.options.models:
         engines = [bench.engine(model), bench.engine(model, llm=LORA)]
         for count, seconds in ((1, per_token), (BATCH, whole)):
-            off, on = bench.turns(engines, decode(model, count), 2 * bench.reps)
+            off, on = bench.turns(engines, decode(model, count), is_fresh=True)
             what = f"`{model}`, `--enable-lora` without adapters, decode, batch {count}"
             rows.append(slower("L1", what, off, on, seconds, 1.0))
         for engine in engines:

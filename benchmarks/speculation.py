@@ -554,11 +554,14 @@ def measure(options: argparse.Namespace, goals: Goals = GOALS) -> dict[str, Any]
 
 
 def merge(reports: Sequence[dict[str, Any]], goals: Goals = GOALS) -> dict[str, Any]:
-    """Joins reports of one machine: the last rows of each goal."""
-    last = {row["name"]: report for report in reports for row in report["rows"]}
-    rows = [row for name in goals if name in last for row in last[name]["rows"] if row["name"] == name]
-    neighbours = {name: last[name]["neighbours"].get(name, 0.0) for name in goals if name in last}
-    return {**reports[-1], "neighbours": neighbours, "rows": rows}
+    """Joins reports of one machine: of each row the last."""
+    last = {(row["name"], row["what"]): (row, report["neighbours"]) for report in reports for row in report["rows"]}
+    found = [last[key] for name in goals for key in last if key[0] == name]
+    neighbours = {
+        name: max((shares.get(name, 0.0) for row, shares in found if row["name"] == name), default=0.0)
+        for name in goals
+    }
+    return {**reports[-1], "neighbours": neighbours, "rows": [row for row, _ in found]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -606,6 +606,8 @@ void check_experts(qk_context* context, int32_t form, int32_t dtype, int64_t tok
     qk_experts_args args = {};
     args.tokens = tokens, args.hidden = hidden, args.expert_size = size, args.dtype = dtype, args.num_experts = int32_t(experts);
     args.chosen = int32_t(chosen), args.activation = QK_CLAMPED_SWIGLU, args.scale_inputs = scale_inputs;
+    args.steps = QK_EXPERTS_BETWEEN | QK_EXPERTS_ANSWERS | QK_EXPERTS_SUMS, args.inner = size, args.outputs = hidden;
+    args.own_experts = args.num_experts;
     args.gate_up = packed[0].data(), args.down = packed[1].data();
     if (form >= 0) args.gate_up_quantization = &quantizations[0], args.down_quantization = &quantizations[1];
     args.gate_up_bias = first_bias.data(), args.down_bias = bias.data(), args.x_stride = args.shared_stride = args.y_stride = hidden;

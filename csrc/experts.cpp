@@ -151,19 +151,22 @@ class Experts {
     Experts(qk_context& context, const qk_experts_args& args) : context_(context), a_(args), rows_(args.tokens * args.chosen) {
         const int64_t per_tile = qk::PackedShape{0, 0, args.dtype, 0}.inputs_per_tile();
         hidden_ = qk::ceil_div(args.hidden, per_tile) * per_tile;
-        inner_ = qk::ceil_div(args.expert_size, per_tile) * per_tile;
+        inner_ = args.between ? args.between_stride : qk::ceil_div(args.expert_size, per_tile) * per_tile;
     }
 
     void run() {
         take_memory();
         sort_choices();
-        gather_inputs();
         if (a_.gate_up_adapters && a_.gate_up_adapters->batch->segments) divide_by_adapter(*a_.gate_up_adapters->batch);
-        multiply(a_.gate_up, a_.gate_up_quantization, a_.gate_up_bias, a_.gate_up_adapters, a_.expert_size, a_.hidden, true, inputs_, hidden_, between_,
-                 inner_, a_.dtype);
-        multiply(a_.down, a_.down_quantization, a_.down_bias, a_.down_adapters, a_.hidden, a_.expert_size, false, between_, inner_, answers_, a_.hidden,
-                 QK_FLOAT32);
-        combine();
+        if (a_.steps & QK_EXPERTS_BETWEEN) {
+            gather_inputs();
+            multiply(a_.gate_up, a_.gate_up_quantization, a_.gate_up_bias, a_.gate_up_adapters, a_.inner, a_.hidden, true, inputs_, hidden_,
+                     between_ + a_.inner_start, inner_, a_.dtype);
+        }
+        if (a_.steps & QK_EXPERTS_ANSWERS)
+            multiply(a_.down, a_.down_quantization, a_.down_bias, a_.down_adapters, a_.outputs, a_.expert_size, false, between_, inner_, answers_,
+                     a_.outputs, QK_FLOAT32);
+        if (a_.steps & QK_EXPERTS_SUMS) combine();
     }
 
   private:
@@ -172,8 +175,8 @@ class Experts {
         const size_t sizes[] = {
             aligned((a_.num_experts + 1) * int64_t(sizeof(int64_t))), aligned(rows_ * int64_t(sizeof(int64_t))),
             aligned(rows_ * hidden_ * int64_t(sizeof(E))),            aligned(rows_ * inner_ * int64_t(sizeof(E))),
-            aligned(rows_ * a_.hidden * int64_t(sizeof(float))),      aligned((rows_ + 1) * int64_t(sizeof(int64_t))),
-            aligned(rows_ * int64_t(sizeof(int32_t))),
+            aligned(rows_ * a_.outputs * int64_t(sizeof(float))),     aligned((rows_ + 1) * int64_t(sizeof(int64_t))),
+            aligned(rows_ * int64_t(sizeof(int32_t))),                aligned((a_.own_experts + 1) * int64_t(sizeof(int64_t))),
         };
         size_t total = 0;
         for (size_t size : sizes) total += size;
@@ -185,22 +188,31 @@ class Experts {
         answers_ = (float*)(memory += sizes[3]);
         adapter_starts_ = (int64_t*)(memory += sizes[4]);
         adapter_slots_ = (int32_t*)(memory += sizes[5]);
+        own_starts_ = (int64_t*)(memory += sizes[6]);
+        if (a_.between) between_ = (E*)a_.between;
+        if (a_.answers) answers_ = a_.answers;
     }
+
+    int64_t place(int64_t expert) const { return a_.places ? a_.places[expert] : expert; }
 
     // Rows by expert, in each in the order of the tokens.
     void sort_choices() {
         memset(starts_, 0, size_t(a_.num_experts + 1) * sizeof(int64_t));
-        for (int64_t i = 0; i < rows_; ++i) ++starts_[a_.ids[i] + 1];
+        for (int64_t i = 0; i < rows_; ++i) ++starts_[place(a_.ids[i]) + 1];
         for (int32_t e = 0; e < a_.num_experts; ++e) starts_[e + 1] += starts_[e];
-        for (int64_t i = 0; i < rows_; ++i) rows_of_choices_[i] = starts_[a_.ids[i]]++;
+        for (int64_t i = 0; i < rows_; ++i) rows_of_choices_[i] = starts_[place(a_.ids[i])]++;
         for (int32_t e = a_.num_experts; e > 0; --e) starts_[e] = starts_[e - 1];  // they had moved on to the next
         starts_[0] = 0;
+        first_row_ = starts_[a_.first_expert];
+        for (int32_t e = 0; e <= a_.own_experts; ++e) own_starts_[e] = starts_[a_.first_expert + e] - first_row_;
     }
 
     // A copy of a token for each of its experts, padded, and the padding of what comes between the two matrices.
     void gather_inputs() {
         auto work = [&](int64_t begin, int64_t end, int) {
             for (int64_t i = begin; i < end; ++i) {
+                const int64_t own = rows_of_choices_[i] - first_row_;
+                if (own < 0 || own >= own_starts_[a_.own_experts]) continue;  // another worker's
                 E* row = inputs_ + rows_of_choices_[i] * hidden_;
                 const E* x = (const E*)a_.x + i / a_.chosen * a_.x_stride;
                 a_.scale_inputs ? scale(x, a_.weights[i], row) : (void)memcpy(row, x, size_t(a_.hidden) * sizeof(E));
@@ -239,12 +251,14 @@ class Experts {
 
     void multiply(const void* packed, const qk_quantization* quantization, const float* bias, const qk_adapter_site* adapters, int64_t n,
                   int64_t k, bool is_gated, const void* x, int64_t x_stride, void* y, int64_t y_stride, int32_t out_dtype) const {
+        const int64_t rows = own_starts_[a_.own_experts];
+        if (!rows) return;
         qk::GroupedLinearArgs grouped = {};
         grouped.quantization = quantization;
-        grouped.groups = a_.num_experts;
-        grouped.starts = starts_;
+        grouped.groups = a_.own_experts;
+        grouped.starts = own_starts_;
         qk_linear_args& linear = grouped.linear;
-        linear.m = rows_;
+        linear.m = rows;
         linear.n = n;
         linear.k = k;
         linear.dtype = a_.dtype;
@@ -255,9 +269,10 @@ class Experts {
         linear.packed = packed;
         linear.bias = bias;
         grouped.bias_stride = is_gated ? 2 * n : n;
-        linear.x = x;
+        const int64_t out_bytes = out_dtype == QK_FLOAT32 ? int64_t(sizeof(float)) : int64_t(sizeof(E));
+        linear.x = (const E*)x + first_row_ * x_stride;
         linear.x_stride = x_stride;
-        linear.y = y;
+        linear.y = (char*)y + first_row_ * y_stride * out_bytes;
         linear.y_stride = y_stride;
         const qk_adapter_site site = {&adapters_, adapters ? adapters->by_slot : nullptr};
         if (adapters && adapters_.segments) linear.adapters = &site;
@@ -276,11 +291,11 @@ class Experts {
         const float* weights = a_.weights + token * a_.chosen;
         const auto weight = [&](int32_t j) { return set1(a_.scale_inputs ? 1.0f : weights[j]); };
         E* y = (E*)a_.y + token * a_.y_stride;
-        for (int64_t i = 0; i < a_.hidden; i += 16) {
-            const int n = int(a_.hidden - i < 16 ? a_.hidden - i : 16);
-            F16 sum = mul(weight(0), load_n(answers_ + rows[0] * a_.hidden + i, n));
+        for (int64_t i = 0; i < a_.outputs; i += 16) {
+            const int n = int(a_.outputs - i < 16 ? a_.outputs - i : 16);
+            F16 sum = mul(weight(0), load_n(answers_ + rows[0] * a_.outputs + i, n));
             for (int32_t j = 1; j < a_.chosen; ++j)
-                sum = fma(weight(j), load_n(answers_ + rows[j] * a_.hidden + i, n), sum);
+                sum = fma(weight(j), load_n(answers_ + rows[j] * a_.outputs + i, n), sum);
             if (a_.shared) sum = add(sum, load_n((const E*)a_.shared + token * a_.shared_stride + i, n));
             if (a_.residual) sum = add(sum, load_n((const E*)a_.residual + token * a_.residual_stride + i, n));
             store_n(y + i, sum, n);
@@ -294,10 +309,12 @@ class Experts {
     const int64_t rows_;                  // one for each choice of each token
     int64_t hidden_, inner_;              // padded to whole tiles
     int64_t* starts_ = nullptr;           // [num_experts + 1] where each expert's rows start
+    int64_t* own_starts_ = nullptr;       // [own_experts + 1] the same for this worker's, from its first row
+    int64_t first_row_ = 0;               // of this worker's experts
     int64_t* rows_of_choices_ = nullptr;  // [tokens, chosen]
     E* inputs_ = nullptr;                 // [rows, hidden_]
     E* between_ = nullptr;                // [rows, inner_]
-    float* answers_ = nullptr;            // [rows, hidden]
+    float* answers_ = nullptr;            // [rows, outputs]
     int64_t* adapter_starts_ = nullptr;   // [rows + 1] where the segments of an adapter and an expert start
     int32_t* adapter_slots_ = nullptr;    // [rows]
     qk_adapter_batch adapters_ = {};

@@ -11,6 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import ModelLoadError
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig
+from quire.wire.ring import WorkerLinks
 
 
 class BarrierError(Exception):
@@ -20,8 +21,8 @@ class BarrierError(Exception):
 class ApartWorker:
     """Answers with its rank. Steps whose request names a fault have it."""
 
-    def __init__(self, config: EngineConfig, rank: int, shared_file: int) -> None:
-        self.rank, self._file = rank, shared_file
+    def __init__(self, config: EngineConfig, rank: int, links: WorkerLinks) -> None:
+        self.rank, self._file = rank, links.shared_file
 
     def init_device(self) -> None:
         """Does nothing."""

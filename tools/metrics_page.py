@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.frontend.metrics.catalog.quire_rows import HTTP, INFOS, LEDGER, NOT_APPLICABLE
+from quire.frontend.metrics.catalog.quire_rows import HTTP, INFOS, LEDGER, NOT_APPLICABLE, TRANSFERS
 from quire.frontend.metrics.catalog.spec import FAMILIES, TOKENS, VLLM, MetricSpec
 from quire.frontend.metrics.catalog.vllm_rows import COUNTERS, ENGINE_GAUGES, HISTOGRAMS, LEGACY, OPERATIONS
 
@@ -19,6 +19,7 @@ _SECTIONS: tuple[tuple[str, tuple[MetricSpec, ...]], ...] = (
     ("Histograms", HISTOGRAMS),
     ("Control operations", OPERATIONS),
     ("The ledger, and other metrics that vLLM does not have", LEDGER),
+    ("Transfers of KV blocks", TRANSFERS),
     ("HTTP", HTTP),
     ("Older names", LEGACY),
 )

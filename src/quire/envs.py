@@ -58,6 +58,12 @@ CPU_KERNELS = EnvVar(
     "Kernels on a CPU: auto (the best there are), torch (the reference), or an instruction set: amx, avx512_bf16, "
     "avx512, avx2, portable.",
 )
+PP_LAYER_PARTITION = EnvVar(
+    "QUIRE_PP_LAYER_PARTITION",
+    "",
+    "Numbers of layers of the stages of --pipeline-parallel-size, as 10,12; empty divides them evenly.",
+    "VLLM_PP_LAYER_PARTITION",
+)
 DISABLE_REQUEST_ID_RANDOMIZATION = EnvVar(
     "QUIRE_DISABLE_REQUEST_ID_RANDOMIZATION",
     "0",
@@ -85,6 +91,12 @@ ENGINE_READY_TIMEOUT_S = EnvVar(
     "Longest start of an engine core, in seconds.",
     "VLLM_ENGINE_READY_TIMEOUT_S",
 )
+RAY_DP_PACK_STRATEGY = EnvVar(
+    "QUIRE_RAY_DP_PACK_STRATEGY",
+    "strict",
+    "Engines of a Ray node: as many as --data-parallel-size-local says (strict), or as many as fit (fill).",
+    "VLLM_RAY_DP_PACK_STRATEGY",
+)
 LEAN_TORCH = EnvVar(
     "QUIRE_LEAN_TORCH",
     "1",
@@ -100,6 +112,12 @@ WEIGHT_CACHE_GIB = EnvVar(
     "QUIRE_WEIGHT_CACHE_GIB",
     "64",
     "Most GiB that packed weights may take in the cache directory; the ones used longest ago go first. 0 keeps none.",
+)
+KV_STORE_KEY_FILE = EnvVar(
+    "QUIRE_KV_STORE_KEY_FILE",
+    "",
+    "File of 32 random bytes under which the records of --kv-store are tagged, for several hosts that share a "
+    "directory; empty is the file key in the directory, which is made if there is none.",
 )
 STARTUP_REPORT = EnvVar(
     "QUIRE_STARTUP_REPORT",

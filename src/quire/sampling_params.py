@@ -111,8 +111,11 @@ SAMPLING_FIELDS: tuple[FieldBound, ...] = (
     FieldBound("skip_reading_prefix_cache", "bool", optional=True),
     FieldBound("thinking_token_budget", "int", 0, INT64_MAX, optional=True, special=(-1,)),
 )
-EXTRA_FIELDS: tuple[FieldBound, ...] = (FieldBound("num_speculative_tokens", "int", 0, 128),)
-"""Keys of `extra_args` that mean something. The bound is that of --spec-tokens."""
+EXTRA_FIELDS: tuple[FieldBound, ...] = (
+    FieldBound("num_speculative_tokens", "int", 0, 128),  # the bound is that of --spec-tokens
+    FieldBound("kv_store", "bool"),
+)
+"""Keys of `extra_args` that mean something."""
 
 
 class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, kw_only=True, dict=True):
@@ -186,7 +189,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
     reasoning_tokens: ReasoningTokens | None = None
     """Tokens that the model puts around its reasoning. A server sets them from --reasoning-parser."""
     extra_args: dict[str, Any] | None = None
-    """`num_speculative_tokens`: most drafts of the request in a step, 0 to 128. Other keys are for extensions."""
+    """`num_speculative_tokens`: most drafts of the request in a step, 0 to 128; `kv_store` False: its blocks are kept
+    out of --kv-store. Other keys are for extensions."""
     """For extensions; the engine does not read it."""
 
     eos_token_id: int | None = None

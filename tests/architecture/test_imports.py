@@ -29,25 +29,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vocabulary": {"vocabulary"},
     "config": {"vocabulary", "config"},
     "wire": {"vocabulary", "wire"},
-    "worker": {"vocabulary", "config", "wire", "worker"},
-    "engine": {"vocabulary", "config", "wire", "engine"},
+    "kv_store": {"vocabulary", "config", "wire", "kv_store"},
+    "worker": {"vocabulary", "config", "wire", "kv_store", "worker"},
+    "engine": {"vocabulary", "config", "wire", "kv_store", "engine"},
     "frontend": {"vocabulary", "config", "wire", "frontend"},
     "face": {"vocabulary", "config", "frontend", "cli"},  # names for type checkers; loaded lazily
+    "coordinator": {"vocabulary", "wire", "coordinator"},
     "replay": {"vocabulary", "config", "wire", "engine", "replay"},
-    "cli": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "replay", "testing", "cli", "face"},
-    "testing": {"vocabulary", "config", "wire", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "cli": {
+        *("vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "replay", "testing", "cli"),
+        "face",
+    },
+    "testing": {"vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "testing", "cli", "face"},
+    "on_ray": {"vocabulary", "config", "wire", "frontend", "on_ray"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
+    "kv_store": {"numpy"},
     "worker": {"torch", "safetensors", "numpy", "transformers"},
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {
         *("zmq", "tokenizers", "jinja2", "numpy", "tqdm", "transformers", "msgspec", "safetensors"),
         *("starlette", "uvicorn", "prometheus_client", "opentelemetry"),
     },
+    "coordinator": {"msgspec", "zmq"},
     "replay": {"msgspec", "numpy"},
+    "on_ray": {"ray"},
     "face": set(),
     "cli": {"zmq", "yaml", "tqdm", "numpy", "torch", "msgspec", "gguf", "aiohttp"},
     "testing": {"zmq", "torch", "numpy", "tokenizers", "transformers", "safetensors", "msgspec", "prometheus_client"},
@@ -65,6 +74,7 @@ ONLY_IN: dict[str, set[str]] = {
     "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
     "aiohttp": {"quire.cli.remote.client"},
+    "ray": {"quire.on_ray.manager"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

@@ -1,9 +1,8 @@
-"""Two workers beside one: everything that a request may ask for has the same answer, and so has everything after the
-engine slept or got new weights."""
+"""Several workers beside one, which share layers or have some each: everything that a request may ask for has the same
+answer, and so has everything after the engine slept or got new weights."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.structured_outputs import StructuredOutputsParams
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 PROMPTS = ["Hello, what is a KV cache?", "Tell me about tensor parallelism. " * 12, "a b c a b c a b c a b"]
 KINDS: dict[str, SamplingParams] = {
     "seeded": SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=20, logprobs=3),
@@ -24,7 +24,7 @@ KINDS: dict[str, SamplingParams] = {
 }
 
 
-def answers(size: int, **flags: Any) -> dict[str, Any]:
+def answers(**flags: Any) -> dict[str, Any]:
     flags = {
         "max_model_len": 512,
         "max_num_seqs": 6,
@@ -32,7 +32,7 @@ def answers(size: int, **flags: Any) -> dict[str, Any]:
         "num_gpu_blocks_override": 99,
         **flags,
     }
-    llm = LLM("demo", tensor_parallel_size=size, **flags)
+    llm = LLM("demo", **flags)
 
     def run(params: SamplingParams) -> list[Any]:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -53,15 +53,25 @@ def answers(size: int, **flags: Any) -> dict[str, Any]:
         llm.llm_engine.shutdown()
 
 
-@pytest.mark.parametrize("flags", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}])
-def test_two_workers_answer_as_one(flags: dict[str, Any]) -> None:
-    """Speculation changes nothing, either."""
-    assert answers(2, **flags) == answers_of_one()
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The answers of one worker."""
+    return answers()
 
 
-@cache
-def answers_of_one() -> dict[str, Any]:
-    return answers(1)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "speculative_config": NGRAM},
+        {"pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "num_gpu_blocks_override": 35}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_several_workers_answer_as_one(flags: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert answers(**flags) == alone
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,6 @@ def answers_of_one() -> dict[str, Any]:
     [
         ({"enable_lora": True}, "--enable-lora: adapters cannot be divided among workers yet"),
         ({"device": "cuda"}, "--device cuda: only CPUs compute with several workers yet"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported yet"),
     ],
 )
 def test_what_does_not_work_with_several_is_refused_by_name(flags: dict[str, Any], message: str) -> None:

@@ -38,16 +38,17 @@ def dp_client(engine: Engine) -> DPLBAsyncMPClient:
     return engine.client
 
 
-async def _read_while(
+async def read_while(
     work: Callable[[DPLBAsyncMPClient], Awaitable[None]],
     *,
     seed: int = 1,
     size: int = 2,
     num_streams: int = NUM_STREAMS,
+    **fields: Any,
 ) -> dict[str, int]:
     """Readers come and go until `work` has ended. Returns the counts, once every token has been checked."""
     history, load = History(), FakeLoad(random.Random(seed))
-    async with running(fake_args(data_parallel_size=size)) as engine:
+    async with running(fake_args(data_parallel_size=size, **fields)) as engine:
         worker = asyncio.create_task(_begin_when_busy(work, dp_client(engine), history))
 
         async def read_on() -> None:
@@ -95,7 +96,7 @@ def test_streams_of_a_killed_engine_go_on_at_the_other() -> None:
             assert client.is_ready
             await wait_for(lambda engine=engine: links[engine].state is LinkState.UP)
 
-    counts = asyncio.run(_read_while(work, num_streams=32))
+    counts = asyncio.run(read_while(work, num_streams=32))
     assert counts["deaths"] == 2
     assert counts["moves.0.killed"] > 0
     assert counts["moves.1.killed"] > 0
@@ -115,7 +116,7 @@ def test_a_roll_and_another_size_under_load() -> None:
         await client.scale(2)
         assert sorted(client.resources.supervisors) == [0, 1]
 
-    counts = asyncio.run(_read_while(work, num_streams=16))
+    counts = asyncio.run(read_while(work, num_streams=16))
     assert counts["deaths"] == 0
     assert counts["moves.0.drain"] > 0
     assert counts["moves.2.drain"] > 0
@@ -132,7 +133,7 @@ def test_an_engine_that_cannot_start_leaves_the_others_as_they_were(monkeypatch:
         await client.scale(3)
         assert client.num_engines_up == 3
 
-    asyncio.run(_read_while(work, num_streams=8))
+    asyncio.run(read_while(work, num_streams=8))
 
 
 def test_a_request_that_kills_its_engine_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,5 +325,5 @@ def test_engines_are_killed_again_and_again(seed: int) -> None:
                 kill(client, rng.choice(running_now))
             await asyncio.sleep(rng.uniform(0.0, 0.5))
 
-    counts = asyncio.run(_read_while(work, seed=seed, size=3))
+    counts = asyncio.run(read_while(work, seed=seed, size=3))
     assert counts["moved_requests"] > 30

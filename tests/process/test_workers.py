@@ -1,4 +1,5 @@
-"""An engine of two workers: killed under load it loses no token, and it leaves no process behind."""
+"""An engine of two workers, which share layers or have half of them each: killed under load it loses no token, and it
+leaves no process behind."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import os
 import signal
 import time
 from pathlib import Path
+
+import pytest
 
 from quire import EngineArgs, RequestOutputKind, SamplingParams
 from quire.frontend.async_llm import AsyncLLM
@@ -34,27 +37,33 @@ async def tokens_of(llm: AsyncLLM, number: int, started: asyncio.Event | None = 
     return tokens
 
 
-def make(size: int) -> AsyncLLM:
+def make(**sizes: int) -> AsyncLLM:
     return AsyncLLM.from_engine_args(
-        EngineArgs("demo", max_model_len=256, max_num_seqs=4, tensor_parallel_size=size, num_gpu_blocks_override=64)
+        EngineArgs("demo", max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=64, **sizes)
     )
 
 
-async def all_tokens(size: int) -> list[list[int]]:
-    llm = make(size)
+async def all_tokens() -> list[list[int]]:
+    llm = make()
     try:
         return await asyncio.gather(*(tokens_of(llm, i) for i in range(len(PROMPTS))))
     finally:
         llm.shutdown()
 
 
-def test_a_killed_worker_costs_no_token() -> None:
-    asyncio.run(killed_worker())
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The tokens of one worker."""
+    return asyncio.run(all_tokens())
 
 
-async def killed_worker() -> None:
-    expected = await all_tokens(1)
-    llm = make(2)
+@pytest.mark.parametrize(("size", "victim"), [("tensor_parallel_size", 1), ("pipeline_parallel_size", 0)])
+def test_a_killed_worker_costs_no_token(size: str, victim: int, expected: list[list[int]]) -> None:
+    asyncio.run(killed_worker({size: 2}, victim, expected))
+
+
+async def killed_worker(sizes: dict[str, int], victim: int, expected: list[list[int]]) -> None:
+    llm = make(**sizes)
     try:
         core = llm.engine_core.core_pid  # type: ignore[attr-defined]
         workers = workers_of(core)
@@ -62,7 +71,7 @@ async def killed_worker() -> None:
         started = asyncio.Event()
         streams = [asyncio.create_task(tokens_of(llm, i, started)) for i in range(len(PROMPTS))]
         await asyncio.wait_for(started.wait(), 60)
-        os.kill(workers[1], signal.SIGKILL)
+        os.kill(workers[victim], signal.SIGKILL)
         assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected
         after = llm.engine_core.core_pid  # type: ignore[attr-defined]
         assert after != core, "the core was started again"

@@ -14,6 +14,8 @@ AUDITED = 10
 """One episode in so many has a frontend: a scrape costs three times what an operation does."""
 ADAPTING = 5
 """One episode in so many has adapters that compete for memory and places, fail and change."""
+TIERED = 10
+"""One episode in so many has a store outside the engine, whose transfers end late, in parts, twice or never."""
 
 
 def is_audited(seed: int) -> bool:
@@ -28,10 +30,12 @@ def run_episode(
     keep: Callable[[int], bool] | None = None,
     log: Callable[[str], None] | None = None,
     audited: bool | None = None,
+    tiered: bool | None = None,
 ) -> Counter[str]:
     """Run the operations that follow from `seed`, then drain; `keep` picks a part of them by index.
 
-    `audited` of None is what `is_audited` says. Returns how often each situation was met, "operations" among them.
+    `audited` of None is what `is_audited` says; `tiered` of None, whether there is a store, follows from `TIERED`.
+    Returns how often each situation was met, "operations" among them.
     Raises SimulationError.
     """
     rng = random.Random(seed)
@@ -39,6 +43,8 @@ def run_episode(
     has_frontend = is_audited(seed) if audited is None else audited
     if seed % ADAPTING == 1 and not has_frontend:
         world = world.with_adapters(random.Random(seed + 0.5))
+    if seed % TIERED == 0 < seed if tiered is None else tiered:
+        world = world.with_tier(random.Random(seed + 0.25))
     operations = draw_operations(rng, world, num_operations)
     if seed % 2:
         world = world.with_drafts(random.Random(~seed))

@@ -29,6 +29,7 @@ from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCo
 from quire.wire.lora import NEVER, AdapterInfo
 from tests.simulation.adapters import Adapters
 from tests.simulation.invariants import Invariants
+from tests.simulation.tier import Tier
 from tests.simulation.world import SimulatedExecutor, WorkerFault, World, draw_input, draw_request
 
 MAX_LIVE_REQUESTS = 14
@@ -115,6 +116,7 @@ class Simulation:
         self.weights = ""
         """The checkpoint of the last update."""
         self.adapters = Adapters(self)
+        self.tier = Tier(self)
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -129,6 +131,7 @@ class Simulation:
         self.invariants = Invariants(self)
         executor.on_step = self.invariants.scheduled
         self.adapters.begin_engine()
+        self.tier.begin_engine()
 
     def close(self) -> None:
         """The engine goes away."""
@@ -282,9 +285,11 @@ class Simulation:
 
     def _step(self, number: int) -> None:
         self.adapters.pass_time()
+        self.tier.pass_time()
         if self.core.is_blocked():
-            self.seen["blocked by adapters"] += 1
-            assert self.executor.adapters.num_under_way, "the core waits, and nothing will wake it"
+            self.seen["blocked by transfers" if self.tier.num_under_way else "blocked by adapters"] += 1
+            is_awaited = self.executor.adapters.num_under_way or self.tier.num_under_way
+            assert is_awaited, "the core waits, and nothing will wake it"
             return None
         self.invariants.scheduling()
         try:
@@ -301,8 +306,8 @@ class Simulation:
         for client_index, client_outputs in (outputs or {}).items():
             for output in client_outputs.outputs:
                 client = self.live.get(output.request_id)
-                if client is None and output.error_type and self.world.adapter_share:
-                    continue  # aborted after its adapter could not be had, before its end was sent
+                if client is None and output.error_type and (self.world.adapter_share or self.world.has_tier):
+                    continue  # aborted after its adapter, or a block, could not be had, before its end was sent
                 assert client is not None, f"an output for {output.request_id}, which is not live: {output}"
                 assert client.request.client_index == client_index, f"{output.request_id} was sent to {client_index}"
                 self._hear(client, output)
@@ -336,7 +341,7 @@ class Simulation:
             self.log(f"    {output.request_id}: {output.new_token_ids} {output.finish_reason or ''}")
         if output.adapter is not None:
             self.adapters.heard(client, output.adapter)
-        if self.adapters.takes_failure(client, output):
+        if self.tier.takes_failure(output) or self.adapters.takes_failure(client, output):
             del self.live[output.request_id]
             return
         self.invariants.heard(client, output)
@@ -437,9 +442,19 @@ class Simulation:
         """Adapters are loaded, loaded again, removed, pinned, or change on the disk."""
         self.adapters.do(number)
 
+    def _tier_fault(self, number: int) -> None:
+        """The store outside the engine loses or changes something."""
+        self.tier.fault(number)
+
+    def _complete_load(self, number: int) -> None:
+        """Transfers end."""
+        self.tier.complete(number)
+
     def _fault(self, number: int) -> None:
         """A step fails in the worker, which lives on: what it computed is lost, no request is."""
         self.executor.fault = "sample" if number % 2 else "forward"
+        if self.world.has_tier and number % 3 == 0:
+            self.executor.fault = "before"
         self._step(number)
 
     def _crash(self, number: int) -> None:
@@ -450,6 +465,8 @@ class Simulation:
             with suppress(WorkerFault):
                 self.core.step_fn()
         survivors, self.live = self.live, {}
+        if number % 3:
+            self.tier.kill()
         self.close()
         self._start_engine()
         if self.weights:  # a supervisor gives the weights to an engine that it starts again
@@ -463,6 +480,7 @@ class Simulation:
     def _drain(self, number: int) -> None:
         """Nothing new arrives: everything must finish, within a number of steps known beforehand."""
         self.core.lifecycle.wake_up()
+        self.tier.store.asks_again = False
         for client in [client for client in [*self.live.values(), *self.resting.values()] if client.takes_input]:
             self._add_input(client, SessionInput([], None, 0.0, is_last=True))
         limit = self.invariants.max_steps_to_finish()
@@ -474,4 +492,5 @@ class Simulation:
         left = [*self.live, *self.resting]
         assert not left, f"after {limit} steps without new requests these are not finished: {left}"
         self.adapters.settle()
+        self.tier.settle()
         self.invariants.check_idle()

@@ -79,7 +79,7 @@ class Invariants:
         specs = simulation.executor.get_kv_cache_specs()[0].values()
         self.has_windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
         self.cache_model: CacheModel | None = None
-        if self.manager.enable_caching and not self.has_windows:
+        if self.manager.enable_caching and not self.has_windows and not simulation.world.has_tier:
             self.cache_model = CacheModel(self.manager.block_size)
         self._arrivals: dict[str, int] = {}
         self._num_admissions = 0
@@ -103,6 +103,7 @@ class Invariants:
         self._check_events()
         self._check_drafts()
         self.sim.adapters.check()
+        self.sim.tier.check()
         scheduler, live = self.scheduler, self.sim.live
         running, waiting = scheduler.running, list(scheduler.waiting)
         ending = {one.request_id for batch in scheduler._outputs._outputs.values() for one in batch if one.error_type}
@@ -122,11 +123,11 @@ class Invariants:
             assert request.num_computed_tokens > 0, f"{request}"
             self._check_blocks(request, held)
         for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), (
-                f"{request} is in a waiting queue"
-            )
+            assert request.status <= RequestStatus.PREEMPTED, f"{request} is in a waiting queue"
+            assert request.status is not RequestStatus.RUNNING, f"{request} is in a waiting queue"
             assert request.num_computed_tokens == 0, f"{request} waits with computed tokens"
             self._check_blocks(request, held)
+        held.update(block.block_id for block in self.manager.held.references())
         num_free = self.pool.get_num_free_blocks()
         assert num_free == self.pool.num_gpu_blocks - len(held), (
             f"{num_free} of {self.num_blocks} blocks are free, requests hold {len(held) - 1}"
@@ -200,7 +201,7 @@ class Invariants:
     def scheduling(self) -> None:
         """Before a step."""
         self._now += 1
-        self._waiting_before = {r.request_id for r in self.scheduler.waiting if r.status is RequestStatus.WAITING}
+        self._waiting_before = {r.request_id for r in self.scheduler.waiting if not r.num_preemptions}
         if self.cache_model is not None:
             self._free_before = free_queue(self.manager)
 
@@ -313,7 +314,9 @@ class Invariants:
             assert stats.num_prompt_tokens == num_prompt
             assert stats.num_computed_tokens + stats.num_cached_tokens == num_prompt, f"{stats}"
             assert client.admitted_with is not None
-            assert stats.num_local_cached_tokens == min(client.admitted_with, num_prompt), f"{stats}"
+            assert stats.num_cached_tokens == min(client.admitted_with, num_prompt), f"{stats}"
+            self.sim.tier.heard_prefill(output.request_id, stats)
+            assert self.sim.world.has_tier or not stats.num_external_cached_tokens, f"{stats}"
 
     def heard_stats(self, stats: SchedulerStats | None, *, is_fresh: bool = True) -> None:
         """A snapshot of the scheduler adds up and, when fresh, equals what can be counted from outside."""
@@ -335,6 +338,7 @@ class Invariants:
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries
         self._num_queries += prefix.requests
+        self.sim.tier.heard(stats.kv_transfer)
         for event in stats.kv_cache_eviction_events:
             assert 0 <= event.idle_s <= event.lifetime_s, f"{event}"
 
@@ -352,6 +356,8 @@ class Invariants:
     def reset_prefix_cache(self, done: bool, with_running: bool) -> None:
         """After `reset_prefix_cache`: it did what it says."""
         in_use = bool(self.scheduler.running)
+        if self.sim.tier.is_used and not with_running:
+            in_use = in_use or bool(self.sim.tier.exchange.loader.active)
         assert done == (not in_use), f"the prefix cache {'was' if done else 'was not'} reset"
         assert not (with_running and in_use)
         if done:
@@ -380,4 +386,6 @@ class Invariants:
             total += sum(ceil(most / chunk) + most for _ in client.inputs)
         if self.sim.world.adapter_share:  # each may wait for a load, a place and memory, one after the other
             total += 100 * (len(self.sim.live) + len(self.sim.resting))
+        if self.sim.world.has_tier:  # each may wait for a load that hangs, one after the other
+            total += 1000 * (len(self.sim.live) + len(self.sim.resting))
         return (total + 2) * (self.sim.executor.max_concurrent_batches + 1)

@@ -13,7 +13,7 @@ from tests.simulation.adapters import Adapters
 from tests.simulation.episode import run_episode
 from tests.simulation.harness import SimulationError
 from tests.simulation.invariants import Invariants
-from tests.simulation.mutants import CHANGE_NO_TOKEN, FRONTEND_MUTANTS, MUTANTS
+from tests.simulation.mutants import CHANGE_NO_TOKEN, FRONTEND_MUTANTS, MUTANTS, TIER_MUTANTS
 from tests.simulation.run import EPISODE_OPERATIONS
 
 MAX_OPERATIONS = 100_000
@@ -62,20 +62,24 @@ LUCKY_SEEDS: dict[str, dict[str, int]] = {
         "last_output_kept": 1, "queued_again_after_a_restart": 9, "queued_input_forgotten": 1,
         "rejected_drafts_are_not_the_requests": 43, "runs_count_as_one_draft": 33, "session_without_room_is_sent": 2,
     },
+    "tiered": {
+        "accepted_for_other_tokens": 25, "fails_instead_of_waiting": 16, "loaded_beside_a_step": 20,
+        "store_of_the_old_weights": 9,
+    },
 }  # fmt: skip
-"""Seeds that have caught mutants in few operations: with all checks, by the answers alone, by the metrics. They save
-time and may age: all seeds follow."""
+"""Seeds that have caught mutants in few operations: with all checks, by the answers alone, by the metrics, with a
+store. They save time and may age: all seeds follow."""
 
 
 def operations_until_caught(
-    name: str, by: Literal["plain", "answers", "metrics"]
+    name: str, by: Literal["plain", "answers", "metrics", "tiered"]
 ) -> tuple[int, SimulationError | None]:
     """Run the lucky seed, then seeds 0, 1, 2, ... until something is noticed; for "metrics" all of them have theirs
-    scraped."""
-    done, audited = 0, by == "metrics"
+    scraped, for "tiered" all have a store outside the engine."""
+    done, audited, tiered = 0, by == "metrics", True if by == "tiered" else None
     for seed in (LUCKY_SEEDS[by].get(name, 0), *range(MAX_OPERATIONS // EPISODE_OPERATIONS)):
         try:
-            done += run_episode(seed, EPISODE_OPERATIONS, audited=audited)["operations"]
+            done += run_episode(seed, EPISODE_OPERATIONS, audited=audited, tiered=tiered)["operations"]
         except SimulationError as error:
             if isinstance(error.cause, AttributeError | NameError | TypeError):
                 raise  # a mutant that no longer fits the code it patches must not pass for one that was caught
@@ -109,6 +113,17 @@ def test_mutant_is_caught_by_its_answers_alone(name: str, monkeypatch: pytest.Mo
     MUTANTS[name](monkeypatch)
     done, error = operations_until_caught(name, "answers")
     assert error is not None, f"{name}: {done} operations gave only right answers"
+
+
+@pytest.mark.parametrize("name", TIER_MUTANTS)
+def test_mutant_is_caught_with_a_store(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TIER_MUTANTS[name](monkeypatch)
+    done, error = operations_until_caught(name, "tiered")
+    assert error is not None, f"{name}: {done} operations noticed nothing"
+    with capsys.disabled():
+        print(f"\n{name}: {done} operations, {type(error.cause).__name__}: {str(error.cause)[:90]}", end=" ")
 
 
 @pytest.mark.parametrize("name", FRONTEND_MUTANTS)

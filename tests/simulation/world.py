@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.speculative import Drafting, SpeculativeConfig
@@ -105,7 +106,8 @@ class SimulatedExecutor(FakeExecutor):
     drafter: ClassVar[str] = "right"
     """One of `DRAFTERS`."""
     fault: str | None = None
-    """Where the next step fails: "forward" (nothing of it is computed) or "sample" (all of it is)."""
+    """Where the next step fails: "before" (the worker never has it), "forward" (nothing of it is computed) or "sample"
+    (all of it is)."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -117,6 +119,7 @@ class SimulatedExecutor(FakeExecutor):
 
     def _execute(self, step: SchedulerOutput) -> InFlight:
         self.on_step(step)
+        self._fail_if_told("before")
         return super()._execute(step)
 
     def _forward(self, step: SchedulerOutput) -> dict[str, list[int]]:
@@ -168,6 +171,7 @@ class SimulatedExecutor(FakeExecutor):
     def recover(self) -> None:
         """Drops the steps in flight: the engine has seen the failure and will not ask for them."""
         self._in_flight.clear()
+        self._memory.in_flight.clear()
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,26 @@ class World:
     adapter_share: float = 0.0
     """Share of requests that have an adapter, where adapters are short of memory and places, and change; 0: a few
     have, which are loaded at once."""
+    tier_seed: int | None = None
+    """Seed of the store outside the engine; None: there is none."""
+
+    @property
+    def has_tier(self) -> bool:
+        """True if there is a store outside the engine."""
+        return self.tier_seed is not None
+
+    def with_tier(self, rng: random.Random) -> World:
+        """The same, with a store outside the engine."""
+        transfer = KVTransferConfig(
+            kv_connector="FakeTier",
+            kv_connector_extra_config={"tier": "simulation"},
+            min_load_tokens=rng.choice([1, 1, 4]),
+            load_bias=1000.0,
+            max_pinned_share=rng.choice([0.05, 0.2, 1.0]),
+        )
+        cache = replace(self.config.cache_config, enable_prefix_caching=True)
+        config = replace(self.config, kv_transfer_config=transfer, cache_config=cache)
+        return replace(self, config=config, tier_seed=rng.getrandbits(32))
 
     def with_adapters(self, rng: random.Random) -> World:
         """The same, with adapters that compete, fail and are loaded again."""
@@ -374,5 +398,7 @@ def draw_operations(rng: random.Random, world: World, count: int) -> list[tuple[
     }
     if world.adapter_share:
         weights["adapters"] = 6
+    if world.has_tier:
+        weights |= {"tier_fault": 3, "complete_load": 8, "reset_prefix_cache": 5, "crash": 1.0}
     kinds = rng.choices(list(weights), list(weights.values()), k=count)
     return [(kind, rng.getrandbits(32)) for kind in kinds]

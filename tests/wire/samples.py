@@ -32,7 +32,14 @@ from quire.wire.execution import (
     NewRequestData,
     SchedulerOutput,
 )
-from quire.wire.handshake import ClientAddresses, EngineHandshakeMetadata, EngineStatus, EngineZmqAddresses
+from quire.wire.handshake import (
+    ClientAddresses,
+    CoordinatorAddresses,
+    CoordinatorLaunch,
+    EngineHandshakeMetadata,
+    EngineStatus,
+    EngineZmqAddresses,
+)
 from quire.wire.kv_cache import (
     ChunkedSpec,
     ExtraKVCacheLayer,
@@ -44,7 +51,28 @@ from quire.wire.kv_cache import (
     SlidingWindowSpec,
 )
 from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventSource
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SaveOrder,
+    SaveResult,
+)
 from quire.wire.lora import AdapterInfo, AdapterLoad, RegisteredAdapter
+from quire.wire.nodes import (
+    CoreEnd,
+    CoreOrder,
+    CoreReport,
+    HeadReport,
+    NodeHello,
+    NodeRefusal,
+    NodeReport,
+    NodeUnknown,
+    NodeWelcome,
+)
 from quire.wire.peers import ApiLaunch, PeerMessage
 from quire.wire.sockets import CurveKeys
 from quire.wire.stats import (
@@ -53,6 +81,7 @@ from quire.wire.stats import (
     BlockMap,
     EngineSnapshot,
     KVCacheEvictionEvent,
+    KVTransferStats,
     PrefillStats,
     PrefixCacheStats,
     RequestSnapshot,
@@ -64,6 +93,10 @@ from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 from quire.wire.worker_calls import WorkerCall, WorkerReply
 
+CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40, 5.0)
+CORE_END = CoreEnd(2, "crash", "was killed by SIGSEGV", ["0_request"], True, True)
+CORE_REPORT = CoreReport(1, 3, 4711, {"crash": 2}, CORE_END, "the budget is used up")
+CORE_ORDER = CoreOrder(1, True, 3, 2, 100)
 LORA = LoRARequest("adapter", 3, "adapters/three", "base", True, True)
 ADAPTER = AdapterInfo(3, 2, "d1g357", 1 << 20, 16, [7, 8])
 ADAPTER_STATS = AdapterStats({"loaded": 2}, [0.25], [0.5], 1, 1 << 20, {"ready": 1})
@@ -141,9 +174,12 @@ SPEC_METRICS = SpecDecodeMetrics(3, 2, True)
 SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1], 1, 1, 9, {"budget": 3}, 0.25, False)
 STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
-PREFILL_STATS = PrefillStats(10, 4, 5, 1)
+PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1})
+TRANSFER_STATS = KVTransferStats(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7})
 SCHEDULER_STATS = SchedulerStats(
-    3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1
+    *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
+    TRANSFER_STATS,
+    6,
 )
 STORED = BlockStored(
     [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
@@ -172,6 +208,8 @@ OUTPUT = EngineCoreOutput(
     adapter=ADAPTER,
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
+COORDINATOR_ADDRESSES = CoordinatorAddresses("ipc:///front", "ipc:///back", "ipc:///intake")
+CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40)
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
 NEW_REQUEST = NewRequestData(
@@ -183,6 +221,13 @@ BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
 REQUEST_SNAPSHOT = RequestSnapshot(
     "0_request", "request", "preempted", 5, 7, 6, 4, 16, 1, -3, 1700000000.5, 2, b"\x01\x00\x00\x00"
 )
+BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
+LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
+SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
+TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK])], [6], {"x": 1})
+LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac")
+SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
+
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,
@@ -238,6 +283,7 @@ FULL: dict[str, Any] = {
         stamps=[Stamp("imports", 10.5, 0.25)],
         next_sequence=58,
         kv_events=SOURCE,
+        numerics_id="x86_64; native amx",
     ),
     "BlockStored": STORED,
     "BlockRemoved": REMOVED,
@@ -247,8 +293,16 @@ FULL: dict[str, Any] = {
     "NewRequestData": NEW_REQUEST,
     "CachedRequestData": CACHED,
     "SchedulerOutput": SchedulerOutput(
-        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True
+        [NEW_REQUEST], CACHED, {"r": 2, "s": 1}, 3, {"s": [7]}, {"gone"}, {"preempted"}, True, True, TRANSFERS
     ),
+    "BlockKey": BLOCK_KEY,
+    "LoadOrder": LOAD_ORDER,
+    "SavedBlock": SAVED_BLOCK,
+    "SaveOrder": SaveOrder(8, [SAVED_BLOCK]),
+    "KVConnectorMetadata": TRANSFERS,
+    "LoadResult": LOAD_RESULT,
+    "SaveResult": SAVE_RESULT,
+    "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}),
     "GrammarOutput": GrammarOutput(["r"], np.array([[-1, 3]], dtype=np.int32)),
     "LogprobsLists": LOGPROBS,
     "LogprobsTensors": PROMPT_LOGPROBS,
@@ -278,8 +332,10 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", CURVE_KEYS
     ),
+    "CoordinatorAddresses": COORDINATOR_ADDRESSES,
+    "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS),
     "FullAttentionSpec": FULL_SPEC,
     "ChunkedSpec": ChunkedSpec(16, 2, 64, "float16", 96),
     "LatentSpec": LatentSpec(16, 1, 576, "float32"),
@@ -294,7 +350,16 @@ FULL: dict[str, Any] = {
     "Group": Group(GroupKind.TENSOR, (4, 5), 1),
     "WorkerCall": WorkerCall(7, "execute_model"),
     "WorkerReply": WorkerReply(7, "ModelLoadError", "it does not fit", is_fatal=True, is_echo=True),
-    "CurveKeys": CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40),
+    "CurveKeys": CURVE_KEYS,
+    "NodeHello": NodeHello(3, 2, 4, 8, {"--dtype": "float32"}, "far", 123),
+    "CoreEnd": CORE_END,
+    "CoreReport": CORE_REPORT,
+    "NodeReport": NodeReport([CORE_REPORT], True, True),
+    "NodeRefusal": NodeRefusal("no"),
+    "NodeWelcome": NodeWelcome([3, 4], 2048),
+    "NodeUnknown": NodeUnknown(),
+    "CoreOrder": CORE_ORDER,
+    "HeadReport": HeadReport([CORE_ORDER], 2048, True, True, True),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,
     "KVCacheEvictionEvent": EVICTION,
@@ -302,12 +367,15 @@ FULL: dict[str, Any] = {
     "SpecDecodingStats": SPEC_STATS,
     "PrefillStats": PREFILL_STATS,
     "SchedulerStats": SCHEDULER_STATS,
+    "KVTransferStats": TRANSFER_STATS,
     "StepTrace": STEP_TRACE,
     "PhaseTrace": PHASE_TRACE,
     "TraceWindow": TraceWindow(1.0, 9.5, [STEP_TRACE], [PHASE_TRACE], 100),
     "BlockMap": BLOCK_MAP,
     "RequestSnapshot": REQUEST_SNAPSHOT,
-    "EngineSnapshot": EngineSnapshot(99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6),
+    "EngineSnapshot": EngineSnapshot(
+        99.5, 1700000000.5, 1, 2, 3, 4, 5, BLOCK_MAP, [REQUEST_SNAPSHOT], 6, {"pinned": 7}
+    ),
 }
 """Samples by class name."""
 LEFT_AT_DEFAULT = {

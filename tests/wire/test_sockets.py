@@ -17,6 +17,7 @@ import zmq
 
 from quire.errors import ConfigError
 from quire.wire.engine_core import EngineCoreOutput
+from quire.wire.nodes import derive_keys
 from quire.wire.serial import MsgpackDecoder, MsgpackEncoder
 from quire.wire.sockets import (
     MAX_MESSAGE_BYTES,
@@ -24,6 +25,7 @@ from quire.wire.sockets import (
     CurveDoor,
     CurveKeys,
     SocketDirectory,
+    bind_network,
     bound_address,
     make_zmq_socket,
 )
@@ -228,6 +230,34 @@ def test_what_a_foreign_server_says_is_not_heard(sockets: Sockets) -> None:
     foreign = sockets.make("tcp://127.0.0.1:*", zmq.PULL, curve=keys)
     sockets.make(bound_address(foreign), zmq.PUSH, curve=tcp.theirs).send(b"secret")
     assert _arrives(foreign, STAYS_OUT_MS) is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_private_socket_may_have_a_network_address_too(
+    directory: SocketDirectory, sockets: Sockets, host: str
+) -> None:
+    """The private one takes no keys, the other refuses connections without."""
+    ours, theirs = derive_keys(bytes(32), 5.0)
+    CurveDoor(sockets.context, [ours.peer_public])
+    private = directory.endpoint("both")
+    socket = sockets.make(private, zmq.PULL, bind=True)
+    try:
+        bind_network(socket, f"tcp://{host}:*", ours)
+    except ConfigError:
+        pytest.skip(f"this machine has no {host}")
+    public = bound_address(socket)
+    with sockets.context.socket(zmq.PUSH) as plain:
+        plain.setsockopt(zmq.LINGER, 0)
+        plain.setsockopt(zmq.IPV6, 1)
+        plain.connect(public)
+        plain.send(b"no keys at all")
+        assert _arrives(socket, STAYS_OUT_MS) is None
+    sockets.make(private, zmq.PUSH).send(b"private")
+    assert _arrives(socket) == b"private"
+    sockets.make(public, zmq.PUSH, curve=theirs).send(b"right")
+    assert _arrives(socket) == b"right"
+    with pytest.raises(ConfigError, match=r"cannot be listened on: .*in use"):
+        bind_network(sockets.make(directory.endpoint("other"), zmq.PULL, bind=True), public, ours)
 
 
 def test_each_pair_of_keys_is_new() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from quire import envs
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.errors import ClientError, ConfigError, ServerError
+from quire.wire.nodes import make_fleet_key
 
 DEFAULT_URL = "http://127.0.0.1:8001"
 TIMEOUT_S = 86400.0
@@ -27,6 +28,16 @@ _MODE = Option(
     choices=MODES,
 )
 _TIMEOUT = Option(name="timeout_s", help="Longest wait for one engine.", parse=float, default=120.0, metavar="SECONDS")
+
+
+def key_command_line() -> CommandLine:
+    return CommandLine("quire fleet key", "Make the key that all machines of a server share (--fleet-key).", [])
+
+
+def key_run(args: Arguments) -> int:
+    """Prints a new key."""
+    print(make_fleet_key())
+    return 0
 
 
 def status_command_line() -> CommandLine:
@@ -103,4 +114,4 @@ def _print(answer: Any) -> None:
         restarts = ", ".join(f"{count} {cause}" for cause, count in row["restarts"].items()) or "-"
         pid = "-" if row["pid"] is None else row["pid"]
         head = f"{row['engine']:>6}  {state:<10} {row['num_requests']:>8}  {pid:>8}  {row['incarnation']:>4}"
-        print(f"{head}  {restarts}")
+        print(f"{head}  {restarts}" + (f"  on {row['host']}" if row.get("host") else ""))

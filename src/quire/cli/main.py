@@ -62,10 +62,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench serve", "quire.cli.bench.serve:", "Load a server: latencies, goodput, saturation."),
     Command("bench startup", "quire.cli.bench.startup:", "Time a start, from nothing to a first token."),
     Command("bench overhead", "quire.cli.bench.overhead:", "Measure what the engine costs beside the model."),
+    Command("fleet key", "quire.cli.fleet:key_", "Make the key of several machines.", checks_environment=False),
     Command("fleet status", "quire.cli.fleet:status_", "List the engines of a server.", checks_environment=False),
     Command("fleet restart", "quire.cli.fleet:restart_", "Restart them one by one.", checks_environment=False),
     Command("fleet scale", "quire.cli.fleet:scale_", "Change their number.", checks_environment=False),
     Command("cache", "quire.cli.cache:", "List, check or delete what is kept on disk between runs."),
+    Command("kv-store", "quire.cli.kv_store:", "List, check or delete KV blocks on disk."),
     Command(
         "collect-env",
         "quire.cli.collect_env:",

@@ -21,6 +21,7 @@ from quire.config.flags import flags_of
 from quire.config.lora import parse_lora_module
 from quire.config.server import ServerConfig, read_api_keys
 from quire.config.vllm_flags import settle_vllm_flags
+from quire.errors import ConfigError
 from quire.logger import init_logger, use_format
 from quire.resolve import resolve
 
@@ -78,6 +79,12 @@ def run(args: Arguments) -> int:
             parse_lora_module(module)  # an item that is none is reported before anything is loaded
         defaults["enable_lora"] = True
     engine_config = engine_args(args, **defaults).create_engine_config("serving")
+    if engine_config.parallel_config.headless:
+        if args.given_among(("api_server_count",)).get("api_server_count"):
+            raise ConfigError("--headless answers no HTTP: leave --api-server-count out")
+        resolve("quire.frontend.supervision.node:serve_node")(engine_config)
+        logger.info("quire: ended")
+        return 0
     listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
     on_ready = partial(_log_ready, config, engine_config.model_config.names[0], listeners, start)
     if not keys and is_open_to_others(listeners.url):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 from dataclasses import dataclass, field
 
 from quire.config.flags import flag, parse_human_int
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -217,3 +220,24 @@ class EngineConfig:
     frontend_config: FrontendConfig = field(default_factory=FrontendConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora_config: LoRAConfig = field(default_factory=LoRAConfig)
+    kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)
+
+
+def describe_engine(config: EngineConfig) -> dict[str, str]:
+    """Returns what all engines of a server must have in common, on whatever machine, by the name of its flag. Paths are
+    not among it, nor what only changes how fast an engine is."""
+    model, lora = config.model_config, config.lora_config
+    hf_config = json.dumps(dict(model.hf_config.raw), sort_keys=True, default=str).encode()
+    return {
+        "--model": f"{model.hf_config.architecture or '-'} of config {hashlib.sha256(hf_config).hexdigest()[:12]}",
+        "--dtype": model.dtype,
+        "--quantization": model.quantization or "none",
+        "--model-impl": model.implementation.name,
+        "--runner": "pooling" if model.pooling is not None else "generate",
+        "--max-model-len": str(model.model_len),
+        "--enable-prompt-embeds": str(model.enable_prompt_embeds),
+        "--block-size": str(config.cache_config.block_size),
+        "--kv-cache-dtype": config.cache_config.cache_dtype,
+        "--grammar-backend": config.structured_outputs_config.grammar_backend,
+        "--enable-lora": f"rank {lora.max_lora_rank}, {lora.lora_dtype}" if lora.enable_lora else "False",
+    }

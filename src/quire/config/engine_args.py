@@ -125,6 +125,7 @@ class EngineArgs:
             "scheduler_config": scheduler,
             "speculative_config": speculative,
             "lora_config": sections["lora_config"].settle(),
+            "kv_transfer_config": sections["kv_transfer_config"].settle(),
         }
         config = EngineConfig(**{**sections, **resolved})
         _check_combination(config)
@@ -252,6 +253,27 @@ def _check_combination(config: EngineConfig) -> None:
         )
     _check_context(model)
     _check_parallel(config)
+    _check_transfer(config)
+
+
+def _check_transfer(config: EngineConfig) -> None:
+    """Raises ConfigError for an engine whose blocks cannot be stored."""
+    if config.kv_transfer_config.connector is None:
+        return
+    num_workers = config.parallel_config.world_size
+    why = {
+        f"the model {config.model_config.name} sees its texts whole": config.model_config.hf_config.is_encoder
+        and "there are no KV blocks; leave the store out",
+        "--no-enable-prefix-caching": not config.cache_config.enable_prefix_caching
+        and "stored blocks are found as cached prefixes are; enable prefix caching",
+        f"--tensor-parallel-size x --pipeline-parallel-size {num_workers}": num_workers > 1
+        and "blocks of several workers cannot be stored yet; start several engines (--data-parallel-size), or leave "
+        "the store out",
+        "--device cuda": config.device_config.device == "cuda" and "only blocks in main memory can be stored yet",
+    }
+    for what, reason in why.items():
+        if reason:
+            raise ConfigError(f"--kv-store with {what}: {reason}")
 
 
 def _check_parallel(config: EngineConfig) -> None:
@@ -272,7 +294,12 @@ def _check_parallel(config: EngineConfig) -> None:
     }
     for what, reason in why.items():
         if reason:
-            raise ConfigError(f"{what}: {reason}; leave it out, or --tensor-parallel-size {size}")
+            raise ConfigError(
+                f"{what}: {reason}; leave it out, or the {size} workers of --tensor-parallel-size and "
+                "--pipeline-parallel-size"
+            )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        config.parallel_config.layer_partition  # noqa: B018  # raises for what is no list
 
 
 def _check_context(model: ModelConfig) -> None:

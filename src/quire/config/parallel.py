@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire import envs
 from quire.config.flags import flag
 from quire.config.model_impl import TRANSFORMERS
 from quire.errors import ConfigError
@@ -22,7 +23,8 @@ EXECUTORS: dict[str, str] = {
 }
 """Executors by the name of --distributed-executor-backend."""
 MAX_ENGINES = 1024
-_PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": 65535}
+_MAX_PORT = 65535
+_PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": _MAX_PORT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,11 @@ class ParallelConfig:
     )
     enable_expert_parallel: bool = flag(
         False, "Divide a mixture's experts among the workers, instead of the columns of each.", short="-ep"
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = flag(
+        "linear",
+        "Experts of each worker with --enable-expert-parallel: adjacent ones, or by turns.",
+        choices=("linear", "round_robin"),
     )
     data_parallel_size: int = flag(
         1, "Engines of the server, on all its machines.", parse=int, minimum=1, maximum=MAX_ENGINES, short="-dp"
@@ -69,7 +76,10 @@ class ParallelConfig:
         None, "Address of the first machine. Default: --master-addr.", metavar="HOST", short="-dpa"
     )
     data_parallel_rpc_port: int = flag(
-        29550, "Port of the first machine at which engines report.", short="-dpp", **_PORT
+        29550,
+        "First of three ports of the first machine at which engines report.",
+        short="-dpp",
+        **_PORT,
     )
     data_parallel_backend: str = flag(
         "mp", "What starts the engines: this server (mp), or Ray.", choices=("mp", "ray"), short="-dpb"
@@ -98,6 +108,29 @@ class ParallelConfig:
         "there is none; never move.",
         choices=("auto", "wait", "never"),
     )
+    dp_coordinator: Literal["auto", "always"] = flag(
+        "auto",
+        "Whether engines step together: never (auto), or always, for an executor of yours whose steps need all engines "
+        "of the server.",
+        choices=("auto", "always"),
+    )
+    reroute_any_numerics: bool = flag(
+        False,
+        "Let streams move to engines that may compute other bits (another instruction set, other weights): their "
+        "tokens may change.",
+    )
+    fleet_key: str | None = flag(
+        None,
+        "File with the key that all machines of a server share (quire fleet key); only its owner may read it.",
+        metavar="FILE",
+    )
+    engine_link_timeout_s: float = flag(
+        5.0,
+        "Silence after which another machine counts as lost: its requests go on elsewhere, and there they end.",
+        parse=float,
+        minimum=1.0,
+        maximum=3600,
+    )
     headless: bool = flag(False, "Run engines or workers only; the server is on another machine.")
     nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
     node_rank: int = flag(0, "Number of this machine among --nnodes.", parse=int, minimum=0, maximum=1023, short="-r")
@@ -107,9 +140,6 @@ class ParallelConfig:
         None,
         "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
         " Default: uni for one worker, else mp.",
-    )
-    dp_sync_interval: int = flag(
-        16, "Steps between two agreements of the engines that share experts.", parse=int, minimum=1, maximum=1 << 20
     )
     enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
     elastic_ep_max_dp_size: int | None = flag(
@@ -147,6 +177,22 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def layer_partition(self) -> tuple[int, ...]:
+        """Number of layers of each stage, by QUIRE_PP_LAYER_PARTITION; empty: as even as possible. Raises
+        ConfigError."""
+        text = envs.PP_LAYER_PARTITION.get()
+        try:
+            counts = tuple(int(part) for part in text.split(",")) if text else ()
+        except ValueError:
+            counts = (0,)
+        if counts and (min(counts) < 1 or len(counts) != self.pipeline_parallel_size):
+            raise ConfigError(
+                f"{envs.PP_LAYER_PARTITION.name}={text!r} is not a list of {self.pipeline_parallel_size} numbers of "
+                "layers, one for each stage, as 10,12"
+            )
+        return counts
+
+    @property
     def is_external(self) -> bool:
         """True if a load balancer outside chooses the engine."""
         named = self.data_parallel_external_lb or self.data_parallel_multi_port_external_lb
@@ -167,10 +213,34 @@ class ParallelConfig:
 
     @property
     def num_local_engines(self) -> int:
-        """Number of engines on this machine."""
+        """Number of engines that this process starts on this machine."""
+        if self.is_on_ray:
+            return 0
         if self._num_local is not None:
             return self._num_local
         return 1 if self.is_external and not self.data_parallel_multi_port_external_lb else self.data_parallel_size
+
+    @property
+    def is_on_ray(self) -> bool:
+        """True if Ray places the engines."""
+        return self.data_parallel_backend == "ray"
+
+    @property
+    def num_remote_engines(self) -> int:
+        """Number of engines of this server that are on other machines."""
+        has_part = self.headless or self.is_external or self.is_hybrid
+        return 0 if has_part else self.data_parallel_size - self.num_local_engines
+
+    @property
+    def remote_engines(self) -> range:
+        """Engines of this server that are on other machines."""
+        first = self.first_engine + self.num_local_engines
+        return range(first, first + self.num_remote_engines)
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that this server chooses among."""
+        return self.num_local_engines + self.num_remote_engines
 
     @property
     def first_engine(self) -> int:
@@ -178,9 +248,14 @@ class ParallelConfig:
         return self.data_parallel_rank or self.data_parallel_start_rank or 0
 
     @property
+    def has_waves(self) -> bool:
+        """True if the engines step together."""
+        return self.dp_coordinator == "always" and self.data_parallel_size > 1
+
+    @property
     def executor_backend(self) -> str:
         """Name of the executor, or its dotted name."""
-        default = "ray" if self.data_parallel_backend == "ray" else "uni" if self.world_size == 1 else "mp"
+        default = "uni" if self.world_size == 1 else "mp"
         return self.distributed_executor_backend or default
 
     @property
@@ -256,6 +331,15 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "{c.data_parallel_size} counts those of all machines, from 0 on",
     ),
     (
+        lambda c: c.dp_coordinator == "always" and (c.num_local_engines != c.data_parallel_size),
+        "--dp-coordinator always: the engines that step together are those of one server on one machine, and this one "
+        "has {c.num_local_engines} of {c.data_parallel_size}",
+    ),
+    (
+        lambda c: c.dp_coordinator == "always" and not 1 < c.data_parallel_size <= 64,
+        "--dp-coordinator always: 2 to 64 engines step together, not {c.data_parallel_size}",
+    ),
+    (
         lambda c: c.nnodes > 1 and c.executor_backend == "ray",
         "--nnodes {c.nnodes} is for executors that you start on each machine; Ray places workers itself; leave it out",
     ),
@@ -280,12 +364,31 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         lambda c: c.elastic_ep_max_dp_size is not None and c.elastic_ep_max_dp_size < c.data_parallel_size,
         "--elastic-ep-max-dp-size {c.elastic_ep_max_dp_size} is less than --data-parallel-size {c.data_parallel_size}",
     ),
+    (
+        lambda c: (c.headless or c.num_remote_engines > 0) and c.engine_host is not None,
+        "--engine-host {c.engine_host} is for engines of this machine only; engines on other machines use "
+        "--data-parallel-address; leave it out",
+    ),
+    (
+        lambda c: c.data_parallel_rpc_port > _MAX_PORT - 2,
+        "--data-parallel-rpc-port {c.data_parallel_rpc_port} is the first of three ports that follow one another, and "
+        "the last of all is 65535",
+    ),
+    (
+        lambda c: c.is_on_ray and (c.headless or c.is_external or c.is_hybrid),
+        "--data-parallel-backend ray places the engines itself, for one server that chooses among all: leave out "
+        "--headless, --data-parallel-rank, --data-parallel-start-rank and the modes of load balancing",
+    ),
+    (
+        lambda c: (c.headless or c.num_remote_engines > 0) and c.fleet_key is None and not c.is_on_ray,
+        "engines on other machines (--data-parallel-size {c.data_parallel_size}, --data-parallel-size-local "
+        "{c.num_local_engines}) are reached over TCP, with a key that all machines have: quire fleet key > FILE makes "
+        "one; give --fleet-key FILE on each",
+    ),
 )
 """Combinations that mean nothing: a test and the message, with `c` for the configuration."""
 
-_ONE_WORKER = "one worker computes the whole model; choose a smaller type with --quantization if it does not fit"
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
-    (lambda c: c.pipeline_parallel_size > 1, "--pipeline-parallel-size {c.pipeline_parallel_size}", _ONE_WORKER),
     (
         lambda c: c.executor_backend in ("ray", "external_launcher"),
         "executor {c.executor_backend}",
@@ -296,12 +399,6 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         lambda c: c.data_parallel_multi_port_external_lb,
         "--data-parallel-multi-port-external-lb",
         "start a server per engine yourself, each with --data-parallel-rank and a --port of its own",
-    ),
-    (lambda c: c.headless, "--headless", "an engine runs on the machine of its server"),
-    (
-        lambda c: c.num_local_engines != c.data_parallel_size and not (c.is_external or c.is_hybrid),
-        "--data-parallel-size-local {c.num_local_engines} of {c.data_parallel_size}",
-        "a server reaches the engines of its own machine; --data-parallel-hybrid-lb starts one on each",
     ),
     (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -26,9 +27,11 @@ from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
+from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, NoExchange, check_connector
 from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, SchedulerInterface, StructuredOutputManager
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
+from quire.engine.transfers import TransferLink
 from quire.errors import ServerError, ValidationError
 from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
@@ -81,8 +84,10 @@ class EngineCore:
         heartbeat: HeartbeatWriter | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wake` is called on any thread when a grammar is compiled or an adapter loaded: call `take_news` then."""
+        """`wake` is called on any thread when a grammar is compiled, an adapter loaded or a transfer ends: call
+        `take_news` then."""
         logger.info("engine core: model %s, executor %s", config.model_config.name, executor_class.__name__)
+        check_connector(config)
         self.heartbeat = heartbeat if heartbeat is not None else HeartbeatWriter()
         self.structured_output_manager = make_structured_output_manager(config, wake)
         self.structured_output_manager.preload()
@@ -91,7 +96,8 @@ class EngineCore:
             self.executor.register_failure_callback(executor_fail_callback)
         sizes = initialize_kv_caches(config, self.executor)
         cache_config = config.cache_config
-        observers, self._traces = make_observers(config, sizes, self.heartbeat)
+        max_steps = self.executor.max_concurrent_batches
+        observers, self._traces = make_observers(config, sizes, self.heartbeat, max_steps)
         grammars: StructuredOutputManager | None = self.structured_output_manager
         self.adapters = AdapterManager(config.lora_config, self.executor, sizes.adapter_bytes, wake=wake)
         adapters: AdmissionGate = self.adapters
@@ -109,7 +115,13 @@ class EngineCore:
             structured_output_manager=grammars,
             gates=(adapters,) if config.lora_config.enable_lora else (),
             drafts=drafts,
+            max_concurrent_steps=max_steps,
+            sends_tokens=self.executor.needs_sampled_tokens,
         )
+        exchange: NoExchange = NO_EXCHANGE
+        if config.kv_transfer_config.connector is not None:
+            link = TransferLink(self.executor, wake)
+            exchange = self.scheduler.connect(partial(KVExchange.from_config, config, sizes.config, link))
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
         self.ready_response = EngineCoreReadyResponse(
@@ -120,8 +132,9 @@ class EngineCore:
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
             kv_events=find_source(config),
+            numerics_id=self.executor.get_numerics_id() if config.parallel_config.data_parallel_size > 1 else "",
         )
-        self.batch_queue_size = self.executor.max_concurrent_batches
+        self.batch_queue_size = max_steps
         self.batch_queue: deque[_QueuedStep] = deque()
         """Steps in flight, newest left."""
         self.step_fn = self.step if self.batch_queue_size == 1 else self.step_with_batch_queue
@@ -134,7 +147,9 @@ class EngineCore:
         self._num_iterations = 0
         self._undelivered: deque[StepResult] = deque()
         """Results of steps that `step_fn` has not returned yet."""
-        self.lifecycle = Lifecycle(self.scheduler, self.executor, self.has_work, self.finish_steps, self.adapters)
+        self.lifecycle = Lifecycle(
+            self.scheduler, self.executor, self.has_work, self.finish_steps, self.adapters, exchange
+        )
         gc.collect()
         gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
@@ -221,8 +236,8 @@ class EngineCore:
         return bool(self._undelivered or self.batch_queue) or self.scheduler.has_requests()
 
     def is_blocked(self) -> bool:
-        """Returns whether every request waits for a grammar or an adapter: nothing is to be done before `wake` is
-        called."""
+        """Returns whether every request waits for a grammar, an adapter or a transfer: nothing is to be done before
+        `wake` is called."""
         return not (self._undelivered or self.batch_queue) and self.scheduler.is_blocked()
 
     def take_news(self) -> None:
@@ -389,6 +404,6 @@ class EngineCore:
     def shutdown(self) -> None:
         """Ends the workers and releases everything. May be called twice."""
         self.structured_output_manager.clear_backend()
-        self.executor.shutdown()
         self.scheduler.shutdown()
+        self.executor.shutdown()
         gc.unfreeze()

@@ -19,13 +19,14 @@ from quire.errors import error_name
 from quire.failpoints import failpoint
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreRequest, EngineCoreRequestType
+from quire.wire.handshake import COORDINATOR_READY
 from quire.wire.serial import Frame, MsgpackDecoder, WireError
 
 logger = init_logger(__name__)
 
 InputItem = tuple[EngineCoreRequestType, Any]
 """A type and its payload: ADD (Request, wave) or RefusedRequest · ABORT ids · UTILITY UtilityCall · EXECUTOR_FAILED
-reason · WAKEUP ClientLink or None."""
+reason · WAKEUP ClientLink or None · START_DP_WAVE wave, or None for a coordinator that is ready."""
 
 
 class RefusedRequest(NamedTuple):
@@ -104,6 +105,20 @@ class MessageIntake:
             taker(client_index, frames[1:])
         except WireError as e:
             self._dropped.drop("corrupt", f"client {client_index}: {e}")
+
+    def take_order(self, frames: Sequence[Frame]) -> None:
+        """Handles a message of the coordinator: that it is ready, or that a wave has begun."""
+        if len(frames) == 1 and frames[0] == COORDINATOR_READY:
+            self._input_queue.put((EngineCoreRequestType.START_DP_WAVE, None))
+        elif len(frames) == 2 and frames[0] == EngineCoreRequestType.START_DP_WAVE.value:
+            try:
+                wave = msgspec.msgpack.decode(frames[1], type=int)
+            except msgspec.MsgspecError as e:
+                self._dropped.drop("corrupt", f"coordinator: {e}")
+            else:
+                self._input_queue.put((EngineCoreRequestType.START_DP_WAVE, wave))
+        else:
+            self._dropped.drop("unknown type", f"{len(frames)} frames from the coordinator")
 
     def _take_add(self, client_index: int, frames: Sequence[Frame]) -> None:
         try:

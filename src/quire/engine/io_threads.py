@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,8 +24,14 @@ from quire.engine.intake import ClientLink, MessageIntake
 from quire.errors import ServerError
 from quire.failpoints import failpoint
 from quire.logger import init_logger
-from quire.wire.engine_core import EngineCoreOutputs, UtilityOutput
-from quire.wire.handshake import ENGINE_CORE_DEAD, OUTPUT_LINGER_MS, engine_identity
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
+from quire.wire.handshake import (
+    COORDINATOR,
+    ENGINE_CORE_DEAD,
+    OUTPUT_LINGER_MS,
+    SUBSCRIPTION,
+    engine_identity,
+)
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.sockets import CurveKeys, make_zmq_socket
 
@@ -95,9 +102,13 @@ class InputThread(IOThread):
         on_failure: Callable[[str], None],
         curve: CurveKeys | None = None,
         owner_first: bool = False,
+        coordinator: str | None = None,
     ) -> None:
+        """`coordinator` is the address of its orders; the thread is open once it has answered the subscription."""
         super().__init__("EngineCoreInput", on_failure)
-        self._context, self._addresses, self._curve = context, addresses, curve
+        self._coordinator = coordinator
+        self._connect_socket = partial(make_zmq_socket, context, bind=False, curve=curve)
+        self._addresses = addresses
         self._identity = engine_identity(engine_index)
         self._make_ready_frame = make_ready_frame
         self._intake = intake
@@ -160,21 +171,33 @@ class InputThread(IOThread):
         with ExitStack() as stack:
             sockets = [self._connect(address, stack) for address in self._addresses]
             monitors = [_watch(socket, stack) for socket in sockets]
+            orders = self._subscribe(stack)
             for socket in sockets if self._are_admitted else sockets[:1]:
                 socket.send(self._make_ready_frame(1))
             self.is_open.set()
-            self._receive_until_stopped(sockets, monitors)
+            self._receive_until_stopped(sockets, monitors, orders)
+
+    def _subscribe(self, stack: ExitStack) -> list[zmq.Socket[Any]]:
+        """Returns the socket of the coordinator's orders, if there is one. Its first message says that none is lost
+        from now on."""
+        if self._coordinator is None:
+            return []
+        socket = self._connect_socket(self._coordinator, zmq.XSUB)
+        stack.callback(socket.close, linger=0)
+        socket.send(SUBSCRIPTION)
+        self._intake.take_order(socket.recv_multipart())
+        return [socket]
 
     def _connect(self, address: str, stack: ExitStack) -> zmq.Socket[Any]:
-        socket = make_zmq_socket(
-            self._context, address, zmq.DEALER, bind=False, identity=self._identity, curve=self._curve
-        )
+        socket = self._connect_socket(address, zmq.DEALER, identity=self._identity)
         stack.callback(socket.close, linger=0)
         return socket
 
-    def _receive_until_stopped(self, sockets: list[zmq.Socket[Any]], monitors: list[zmq.Socket[Any]]) -> None:
+    def _receive_until_stopped(
+        self, sockets: list[zmq.Socket[Any]], monitors: list[zmq.Socket[Any]], coordinator: list[zmq.Socket[Any]]
+    ) -> None:
         poller = zmq.Poller()
-        for socket in (*sockets, *monitors, self._order_reader):
+        for socket in (*sockets, *monitors, *coordinator, self._order_reader):
             poller.register(socket, zmq.POLLIN)
         if self._launcher is not None:
             poller.register(self._launcher[0], zmq.POLLIN)
@@ -185,6 +208,9 @@ class InputThread(IOThread):
                     self._follow_connection(client_index, monitor)
                 if socket in ready:
                     self._receive(client_index, socket)
+            for socket in coordinator:
+                if socket in ready:
+                    self._intake.take_order(socket.recv_multipart())
             if self._launcher is not None and self._launcher[0] in ready:
                 self._read_launcher(poller)
             if self._order_reader in ready:
@@ -202,10 +228,19 @@ class InputThread(IOThread):
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if not self._is_away(client_index):
+            if frames[0].bytes == EngineCoreRequestType.GREET.value:
+                self._begin_again(client_index)
+            elif not self._is_away(client_index):
                 self.busy_since = time.monotonic()
                 self._intake.take_message(client_index, [frame.buffer for frame in frames])
                 self.busy_since = None
+
+    def _begin_again(self, client_index: int) -> None:
+        """Handles a client that has given this core up: its connection was lost, as it sees it, and is back."""
+        if not self._is_away(client_index):
+            self._num_returns[client_index] += 1
+            self._on_link(ClientLink(client_index, is_up=False))
+            self._on_link(ClientLink(client_index, is_up=True))
 
     def _follow_connection(self, client_index: int, monitor: zmq.Socket[Any]) -> None:
         event, _ = _EVENT.unpack(monitor.recv_multipart()[0])
@@ -253,14 +288,18 @@ class OutputThread(IOThread):
         on_failure: Callable[[str], None],
         on_linked: Callable[[int, int], None] = lambda client_index, next_sequence: None,
         curve: CurveKeys | None = None,
+        coordinator: str | None = None,
     ) -> None:
         """`on_linked` is called when a disconnected client can be reached again, with the number of its next
-        message."""
+        message. `coordinator` is the address of the client `COORDINATOR`."""
         super().__init__("EngineCoreOutput", on_failure)
-        self._context, self._addresses, self._curve = context, addresses, curve
+        self._context, self._curve = context, curve
+        self._addresses = dict(enumerate(addresses))
+        if coordinator is not None:
+            self._addresses[COORDINATOR] = coordinator
         self._queue = queue
         self._engine_index, self._incarnation = engine_index, incarnation
-        self._num_sent = [0] * len(addresses)
+        self._num_sent = dict.fromkeys(self._addresses, 0)
         """Number of messages sent to each client while it was connected."""
         self._on_linked = on_linked
         self._encoder = MsgpackEncoder()
@@ -270,7 +309,7 @@ class OutputThread(IOThread):
     def _work(self) -> None:
         sockets: dict[int, zmq.Socket[Any]] = {}
         try:
-            for client_index in range(len(self._addresses)):
+            for client_index in self._addresses:
                 sockets[client_index] = self._connect(client_index)
             self.is_open.set()
             while (item := self._queue.get()) is not None:
@@ -281,8 +320,9 @@ class OutputThread(IOThread):
                     self._send(sockets, *item)
                     self.busy_since = None
                 else:
-                    for socket in sockets.values():
-                        socket.send(ENGINE_CORE_DEAD)
+                    for client_index, socket in sockets.items():
+                        if client_index != COORDINATOR:
+                            socket.send(ENGINE_CORE_DEAD)
                     return
         finally:
             for socket in sockets.values():

@@ -29,6 +29,7 @@ import msgspec
 from quire.engine.executor.abstract import Executor
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import RequestStatus
+from quire.engine.sched.exchange import NO_EXCHANGE, NoExchange
 from quire.engine.sched.interface import PauseState, SchedulerInterface
 from quire.errors import ClientError, ServerError, ValidationError, error_name, nearest
 from quire.interrupts import InterruptShield
@@ -57,7 +58,9 @@ class Lifecycle:
         has_work: Callable[[], bool],
         finish_steps: Callable[[], None],
         adapters: AdapterManager,
+        exchange: NoExchange = NO_EXCHANGE,
     ) -> None:
+        self._exchange = exchange
         self._adapters = adapters
         self._scheduler = scheduler
         self._executor = executor
@@ -65,6 +68,10 @@ class Lifecycle:
         self._finish_steps = finish_steps
         self.can_wait = False
         """True if steps continue by themselves while a verb waits for them."""
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called when a pause begins, before it is checked whether anything runs."""
+        self.on_resume: Callable[[], None] = lambda: None
+        """Called when scheduling goes on."""
         self._idle_state_callbacks: deque[_Pause] = deque()
         self._is_asleep = False
         self._released: set[str] = set()
@@ -95,6 +102,7 @@ class Lifecycle:
         while self._idle_state_callbacks:
             error = ClientError("the engine was resumed before the pause was complete")
             self._idle_state_callbacks.popleft().future.set_exception(error)
+        self.on_resume()
 
     def is_scheduler_paused(self) -> bool:
         """Returns whether new requests wait."""
@@ -112,6 +120,7 @@ class Lifecycle:
             if mode == "abort":
                 self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, report=True)
             self._scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+            self.on_pause()
             if mode != "wait":
                 self._finish_steps()
             if not self.can_wait or not self._has_work():
@@ -199,13 +208,13 @@ class Lifecycle:
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drops all cached prefixes. Returns False if running requests hold blocks and may not be preempted.
 
-        `reset_connector` has no effect: there is no cache outside the engine.
+        `reset_connector` drops what is stored outside the engine, too; without a connector there is nothing.
         """
         with InterruptShield():
             is_reset = self._scheduler.reset_prefix_cache(reset_running_requests)
             if is_reset and self._executor.config.speculative_config.drafting is not None:
                 self._executor.collective_rpc("reset_drafter")  # what it learned comes from the same texts
-            return is_reset
+            return is_reset and (not reset_connector or self._exchange.reset_store())
 
     def _reset_caches(self) -> None:
         """Drops all cached prefixes, whatever runs. Raises ServerError if blocks are still in use."""
@@ -244,6 +253,7 @@ class Lifecycle:
                     self._restore_weights()
                 raise
             shield.may_break = False
+            self._exchange.set_weights(path)
             self._released.discard(WEIGHTS)
             self._weight_version = _next_version(self._weight_version) if version is None else version
         logger.info("weights of %s, version %s", path, self._weight_version)

@@ -40,7 +40,14 @@ from quire.engine.intake import ClientLink, DropCounter, InputItem, MessageIntak
 from quire.engine.io_threads import InputThread, IOThread, OutputItem, OutputThread
 from quire.engine.lifecycle import answer_utility
 from quire.engine.request import Request, RequestStatus
-from quire.engine.startup import CoreHandshake, LaunchOptions, Preload, parse_command_line, read_curve_keys
+from quire.engine.startup import (
+    CoreHandshake,
+    LaunchOptions,
+    Preload,
+    choose_core_class,
+    parse_command_line,
+    read_curve_keys,
+)
 from quire.engine.tracing import of_incarnation
 from quire.errors import QuireError, ServerError, ValidationError, error_name
 from quire.failpoints import arm_failpoints, failpoint
@@ -170,7 +177,8 @@ class EngineCoreProc(EngineCore):
         for thread in self._threads:
             thread.check_progress(self._hang_s)
 
-    def _process_engine_step(self) -> None:
+    def _process_engine_step(self) -> bool:
+        """Runs a step. Returns whether a model ran."""
         start = time.monotonic()
         outputs, model_executed = self.step_fn()
         for item in (outputs or {}).items():
@@ -181,6 +189,7 @@ class EngineCoreProc(EngineCore):
         self.post_step(model_executed)
         if not model_executed and self.scheduler.has_requests():
             time.sleep(YIELD_S)
+        return model_executed
 
     # -- input -------------------------------------------------------------------------------------------------
 
@@ -341,6 +350,7 @@ class EngineCoreProc(EngineCore):
             on_failure=self.report_failure,
             on_linked=lambda client_index, sequence: self._input_thread.greet(client_index, sequence),
             curve=curve,
+            coordinator=addresses.coordinator_output,
         )
         stamp("ready")
         ready = dataclasses.replace(
@@ -348,6 +358,7 @@ class EngineCoreProc(EngineCore):
             engine_index=engine_index,
             incarnation=incarnation,
             peak_memory_bytes=peak_memory_bytes(),
+            dp_stats_address=addresses.frontend_stats_publish_address,
             stamps=get_stamps(),
         )
         self._input_thread = InputThread(
@@ -362,6 +373,7 @@ class EngineCoreProc(EngineCore):
             on_failure=self.report_failure,
             curve=curve,
             owner_first=incarnation > 0,
+            coordinator=addresses.coordinator_input,
         )
         if launcher_pipe is not None and on_launcher_gone is not None:
             self._input_thread.watch_launcher(launcher_pipe, on_launcher_gone)
@@ -430,7 +442,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
             metadata.addresses,
             engine_index=index,
             incarnation=metadata.incarnation,
-            curve=curve,
+            curve=metadata.curve,
             launcher_pipe=LAUNCHER_PIPE,
             on_launcher_gone=partial(_end_without_launcher, core),
         )
@@ -459,7 +471,8 @@ def _make_core(metadata: EngineHandshakeMetadata, engine_index: int) -> EngineCo
     if metadata.without_drafts:
         config = dataclasses.replace(config, speculative_config=config.speculative_config.without_drafts())
     executor_class = resolve(config.parallel_config.executor_class)
-    core = EngineCoreProc(config, executor_class, metadata.log_stats, heartbeat=heartbeat)
+    make = choose_core_class(metadata, EngineCoreProc)
+    core = make(config, executor_class, metadata.log_stats, heartbeat=heartbeat)
     heartbeat.started()
     gc.enable()
     return core

@@ -24,6 +24,8 @@ class RequestStatus(IntEnum):
     """The state of a request. Everything after PREEMPTED is an end. Recordings contain these numbers."""
 
     WAITING = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    """Blocks of it are being loaded."""
     RUNNING = 3
     PREEMPTED = 4
     """Back in the waiting queue without blocks; what it had computed is computed again."""
@@ -52,8 +54,8 @@ class RequestReport:
     """Counts of a request's admissions and preemptions; its adapter; events, stop reason and error for its client."""
 
     __slots__ = (
-        *("adapter", "error", "events", "lora_start", "num_cached_tokens", "num_lost_tokens", "num_preemptions"),
-        "stop_reason",
+        *("adapter", "error", "events", "external_source", "lora_start", "num_cached_tokens", "num_external_tokens"),
+        *("num_lost_tokens", "num_preemptions", "stop_reason"),
     )
 
     def __init__(self) -> None:
@@ -62,7 +64,11 @@ class RequestReport:
         self.lora_start = 0
         """Position of the first token that the adapter applies to; negative: not known yet."""
         self.num_cached_tokens = -1
-        """Prompt tokens found in the prefix cache at the first admission; -1 before it."""
+        """Tokens that the first admission found in a cache; -1 before it."""
+        self.num_external_tokens = 0
+        """Number of those that were loaded for it."""
+        self.external_source = ""
+        """Label of the source of the last load."""
         self.num_lost_tokens = 0
         """Computed tokens that the last preemption lost; 0 after the next admission."""
         self.num_preemptions = 0
@@ -198,15 +204,25 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes = self._block_hasher(self)
 
-    def start(self, num_cached: int) -> int:
-        """Runs from now on, with `num_cached` tokens computed. Returns how many more it had before its preemption."""
+    def start(self, num_cached: int, num_external: int = 0) -> int:
+        """Runs from now on, with `num_cached` tokens computed, of which `num_external` were loaded. Returns how many
+        more it had before its preemption."""
         report = self.report
         if report.num_cached_tokens < 0:
-            report.num_cached_tokens = num_cached
+            report.num_cached_tokens, report.num_external_tokens = num_cached, num_external
         num_lost, report.num_lost_tokens = report.num_lost_tokens, 0
         self.num_computed_tokens = num_cached
         self.status = RequestStatus.RUNNING
         return max(0, num_lost - num_cached)
+
+    def await_load(self) -> None:
+        """Waits for blocks that are being loaded."""
+        self.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def end_load(self) -> None:
+        """Waits for its admission, as before the load."""
+        if self.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.status = RequestStatus.PREEMPTED if self.num_preemptions else RequestStatus.WAITING
 
     def preempt(self) -> None:
         """Has nothing computed any more. The caller has freed its blocks."""

@@ -12,8 +12,10 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -30,6 +32,7 @@ from quire.wire.handshake import (
 )
 from quire.wire.sockets import CurveKeys, make_zmq_socket
 
+T = TypeVar("T")
 MAX_KEYS_BYTES = 4096
 """Longest message with keys; one write of that size to a pipe arrives whole."""
 
@@ -149,6 +152,16 @@ def _read_metadata(frame: bytes) -> EngineHandshakeMetadata:
         return msgspec.msgpack.decode(frame, type=EngineHandshakeMetadata)
     except msgspec.MsgspecError as e:
         raise ConfigError(f"the frontend's answer to the handshake cannot be read: {e}") from e
+
+
+WAVE_CORE = "quire.engine.dp:DPEngineCoreProc"
+
+
+def choose_core_class(metadata: EngineHandshakeMetadata, independent: Callable[..., T]) -> Callable[..., T]:
+    """Returns what makes the core: `independent`, or for an engine of a group the class that steps with the others."""
+    if metadata.group_file is None:
+        return independent
+    return partial(resolve(WAVE_CORE), group_file=Path(metadata.group_file))
 
 
 def describe_failure(error: BaseException) -> EngineStatus:

@@ -285,7 +285,7 @@ def log_error_detail(logger: logging.Logger, output: SchedulerOutput, request_co
 
 
 def make_observers(
-    config: EngineConfig, sizes: KVCacheSizes, heartbeat: HeartbeatWriter
+    config: EngineConfig, sizes: KVCacheSizes, heartbeat: HeartbeatWriter, max_concurrent_steps: int
 ) -> tuple[list[SchedulerObserver], TraceBuffer | None]:
     """Returns the observers that the configuration asks for, and the traces that clients can read. Raises ConfigError
     if one cannot work."""
@@ -295,7 +295,7 @@ def make_observers(
     if traces is not None:
         observers.append(traces.tracer)
     if observability.record is not None:
-        observers.append(FileRecorder(config, sizes))
+        observers.append(FileRecorder(config, sizes, max_concurrent_steps))
     if observability.trace_file is not None:
         observers.append(TraceFile(Path(observability.trace_file)))
     if find_source(config) is not None:

@@ -205,6 +205,7 @@ def make_scheduler(
         )
         if header.num_spec_tokens
         else None,
+        max_concurrent_steps=header.max_concurrent_steps,
         clock=lambda: 0.0,
     )
 

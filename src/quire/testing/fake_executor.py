@@ -26,6 +26,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.errors import ModelLoadError
 from quire.lora_request import LoRARequest
+from quire.resolve import resolve
 from quire.testing.fake_hardware import BlockTable, Clock, FakeAdapters, InFlight, KVMemory, ProtocolError, as_future
 from quire.testing.fake_model import FakeModel, FakeSequence, kv_identity
 from quire.wire.execution import (
@@ -39,7 +40,9 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.worker.kv_transfer.worker import KVConnectorWorker
 
 
 class _LiveRequest:
@@ -48,6 +51,7 @@ class _LiveRequest:
     def __init__(self, data: NewRequestData, tables: list[BlockTable], adapter: str) -> None:
         self.adapter = (data.lora_request.lora_int_id, data.lora_revision) if data.lora_request is not None else None
         self.tokens = data.prompt_token_ids + data.output_token_ids
+        self.num_prompt = len(data.prompt_token_ids)
         self.num_computed = data.num_computed_tokens
         self.params = data.sampling_params
         self.identity = kv_identity(data.sampling_params, data.lora_request, adapter)
@@ -86,6 +90,9 @@ class FakeExecutor(Executor):
         self._in_flight: deque[InFlight] = deque()
         self._released: set[str] = set()
         """Parts of "weights" and "kv_cache" that sleep has released."""
+        connector = config.kv_transfer_config.connector
+        self.transfers: KVConnectorWorker | None = None if connector is None else resolve(connector.worker)(config)
+        """Worker half of the connector; None: there is none."""
         self.num_computed_tokens = 0
 
     # -- start-up -----------------------------------------------------------------------------------------------
@@ -125,6 +132,8 @@ class FakeExecutor(Executor):
     def _allocate_memory(self) -> None:
         config = self._kv_cache_config
         self._memory = KVMemory(config.num_blocks, max(config.block_sizes))
+        if self.transfers is not None:
+            self.transfers.register_kv_caches(self._memory)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -148,6 +157,8 @@ class FakeExecutor(Executor):
         if self._unsampled is not None:
             raise ProtocolError("execute_model was called twice without sample_tokens in between")
         self._forget(step)
+        if step.kv_connector_metadata is not None:
+            self.send_transfers(step.kv_connector_metadata)
         self._check_totals(step)
         if not step.num_scheduled_tokens:
             return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
@@ -247,7 +258,8 @@ class FakeExecutor(Executor):
         for req_id, new_block_ids, num_computed in rows:
             self._continue(req_id, new_block_ids, num_computed)
         for req_id, token_ids in running.new_token_ids.items():
-            self._requests[req_id].tokens += token_ids
+            request = self._requests[req_id]
+            request.tokens += token_ids[len(request.tokens) - max(request.num_computed, request.num_prompt) :]
         digests = {}
         for req_id in running.req_ids:
             digests[req_id] = self._forward_request(req_id, step)
@@ -304,12 +316,14 @@ class FakeExecutor(Executor):
             raise ProtocolError(f"a step was started while {self.pipeline_depth} are under way")
         future = InFlight(output, lambda f: self._finish(f, num_tokens))
         self._in_flight.append(future)
+        self._memory.in_flight.append(self._memory.take_written())
         return future
 
     def _finish(self, future: InFlight, num_tokens: int) -> None:
         if self._in_flight[0] is not future:
             raise ProtocolError("a step was waited for before the steps started earlier")
         self._in_flight.popleft()
+        self._memory.in_flight = self._memory.in_flight[1:]
         if future.output is not None:
             rows = zip(future.output.req_ids, future.output.sampled_token_ids, strict=True)
             self._sampled += [req_id for req_id, token_ids in rows if token_ids]
@@ -327,6 +341,16 @@ class FakeExecutor(Executor):
     def drop_adapter(self, key: AdapterKey) -> None:
         self.adapters.drop(key)
 
+    # -- transfers ----------------------------------------------------------------------------------------------
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        assert self.transfers is not None, "a connector is configured"
+        self.transfers.report = callback
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        assert self.transfers is not None, "a connector is configured"
+        self.transfers.start(orders)
+
     # -- sleep and new weights ----------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
@@ -339,6 +363,7 @@ class FakeExecutor(Executor):
         if self._in_flight or self._unsampled is not None:
             raise ProtocolError("the KV cache was given back while a step was under way")
         self._requests.clear()
+        self._memory.forget_tables()  # transfers may still write into it
         self._allocate_memory()  # zeros
         self._released.add("kv_cache")
 
@@ -357,6 +382,8 @@ class FakeExecutor(Executor):
             raise ProtocolError("the weights were replaced while a step was under way")
         self.model = self.model if path is None else dataclasses.replace(self.model, weights=path)
         self._released.discard("weights")
+        if self.transfers is not None and path is not None:
+            self.transfers.set_weights(path)
 
     # -- the rest of the interface ------------------------------------------------------------------------------
 
@@ -372,6 +399,7 @@ class FakeExecutor(Executor):
         live = [req_id for req_id in sampled if req_id in self._requests]
         for req_id in live:
             self._write_ahead(self._requests[req_id], drafting.num_lookahead_tokens)
+        self._memory.take_written()  # that is done
         return DraftTokenIds(live, [self.propose(req_id, drafting.num_speculative_tokens) for req_id in live])
 
     def propose(self, req_id: str, num_drafts: int) -> list[int]:
@@ -427,6 +455,8 @@ class FakeExecutor(Executor):
 
     def shutdown(self) -> None:
         self._requests.clear()
+        if self.transfers is not None:
+            self.transfers.close()
 
 
 def _allowed(token: int, mask: npt.NDArray[np.int32] | None) -> int:

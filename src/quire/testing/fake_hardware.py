@@ -41,6 +41,10 @@ class KVMemory:
         self._bytes_per_block = max_block_size * SLOT_BYTES
         self._slots = bytearray(num_blocks * self._bytes_per_block)
         self._num_holders = [0] * num_blocks
+        self._written: set[int] = set()
+        """Blocks written since `take_written`."""
+        self.in_flight: list[set[int]] = []
+        """Blocks that each step without a result has written, and may still be writing."""
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Adds a table to the holders of these blocks; null blocks are not counted."""
@@ -81,7 +85,31 @@ class KVMemory:
             part = slots[done : done + size - inside]
             at = block_id * self._bytes_per_block + inside
             self._slots[at : at + len(part)] = part
+            self._written.add(block_id)
             done += len(part)
+
+    def forget_tables(self) -> None:
+        """Forgets all tables: no request reads or writes here any more."""
+        self._num_holders = [0] * self.num_blocks
+
+    def take_written(self) -> set[int]:
+        """Returns the blocks that were written through tables since the last call."""
+        written, self._written = self._written, set()
+        return written
+
+    def read_block(self, block_id: int) -> bytes:
+        """Returns all slots of a block."""
+        return bytes(self._slots[block_id * self._bytes_per_block : (block_id + 1) * self._bytes_per_block])
+
+    def load_block(self, block_id: int, slots: bytes) -> None:
+        """Writes all slots of a block that no live table holds, as a transfer does. Raises ProtocolError for another
+        one, and for one that a step in flight writes."""
+        if block_id == NULL_BLOCK_ID or self._num_holders[block_id]:
+            raise ProtocolError(f"block {block_id} is loaded while {self._num_holders[block_id]} live tables hold it")
+        if any(block_id in written for written in self.in_flight):
+            raise ProtocolError(f"block {block_id} is loaded while a step in flight may write it")
+        at = block_id * self._bytes_per_block
+        self._slots[at : at + len(slots)] = slots
 
     def _check_writable(self, block_id: int, table: BlockTable) -> None:
         if block_id == NULL_BLOCK_ID:

@@ -59,7 +59,7 @@ class MetricsAudit:
         wrong = [*_check_ledger(snapshot), *_check_tokens(snapshot), *_check_histograms(snapshot)]
         wrong += _check_stages(snapshot) if self._one_clock else []
         wrong += [*self._check_blocks(snapshot), *_check_shares(snapshot), *self._check_growth(snapshot)]
-        wrong += _check_drafts(snapshot)
+        wrong += [*_check_drafts(snapshot), *_check_transfers(snapshot)]
         assert not wrong, f"scrape {self.num_checks}: " + "; ".join(wrong)
 
     def check_at_rest(self, snapshot: MetricsSnapshot) -> None:
@@ -133,6 +133,17 @@ def _check_tokens(of: MetricsSnapshot) -> list[str]:
         *_differ("cached tokens, and their sources", cached, of.value("vllm:prompt_tokens_cached_by_source")),
         *_differ("generated tokens, and delivered + discarded", generation, used),
     ]
+
+
+def _check_transfers(of: MetricsSnapshot) -> list[str]:
+    by_source = of.value("vllm:prompt_tokens_cached_by_source")
+    external = by_source - of.value("vllm:prompt_tokens_cached_by_source", "device")
+    hits = of.value("vllm:external_prefix_cache_hits")
+    wrong = [] if external <= hits else [f"{external:g} prompt tokens were loaded, and {hits:g} were found"]
+    if any(family.name == "quire_kv_loads" for family in of.families) and not of.value("quire_engine_restarts"):
+        ended = of.value("quire_kv_loads") + of.value("quire_kv_loads_in_flight")
+        wrong += _differ("loads begun, and ended + in flight", of.value("quire_kv_loads_begun"), ended)
+    return wrong
 
 
 def _check_histograms(of: MetricsSnapshot) -> list[str]:

@@ -35,7 +35,7 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
     digest.update(NONE_HASH if parent is None else parent)
     digest.update(_token_struct(len(token_ids)).pack(len(token_ids), *token_ids))
     if extra_keys:
-        digest.update(_encode(extra_keys))
+        digest.update(encode_extra_keys(extra_keys))
     return digest.digest()
 
 
@@ -44,13 +44,13 @@ def _token_struct(num_tokens: int) -> struct.Struct:
     return struct.Struct(f"<Q{num_tokens}q")
 
 
-def _encode(value: Any) -> bytes:
-    """Returns a prefix-free encoding: a type letter, a length, the bytes."""
+def encode_extra_keys(value: Any) -> bytes:
+    """Returns a prefix-free encoding of extra keys, or a part of them: a type letter, a length, the bytes."""
     match value:
         case None:
             return b"n"
         case tuple():
-            return b"t%d:" % len(value) + b"".join(map(_encode, value))
+            return b"t%d:" % len(value) + b"".join(map(encode_extra_keys, value))
         case str():
             # lone surrogates can be sent in JSON and must neither fail nor coincide
             body = value.encode("utf-8", "surrogatepass")

@@ -60,6 +60,8 @@ class EngineCoreRequestType(Enum):
     """In-process sentinel, never sent by clients."""
     WAKEUP = b"\x05"
     """In-process sentinel, never sent by clients."""
+    GREET = b"\x06"
+    """The client has given the core up, and begins again: its requests end, and a ready frame follows."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -225,3 +227,5 @@ class EngineCoreReadyResponse:
     client before, or where its connection was lost."""
     kv_events: KVEventSource | None = None
     """Where it publishes KV cache events; None: nowhere."""
+    numerics_id: str = ""
+    """Digest of what decides the bits of its logits: engines with the same one compute the same; empty: unknown."""

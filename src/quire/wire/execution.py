@@ -16,6 +16,7 @@ import numpy.typing as npt
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.wire.kv_transfer import KVConnectorMetadata
 
 BlockIds = tuple[list[int], ...]
 """Block ids per KV cache group."""
@@ -56,7 +57,8 @@ class CachedRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     num_computed_tokens: list[int] = []
     """Tokens whose KV is in the cache before this step."""
     new_token_ids: dict[str, list[int]] = {}
-    """Outputs that the worker has not sampled, by request id: a grammar forced them. They come after those it has."""
+    """Outputs whose KV is not in the cache, by request id: the last ones. Given where a grammar forced some, and to
+    workers that do not sample; a worker may have the first of them."""
 
     @property
     def num_reqs(self) -> int:
@@ -79,6 +81,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     has_structured_output_requests: bool = False
     pending_structured_output_tokens: bool = False
     """True if a grammar must first see tokens of a step in flight: its mask cannot be computed yet."""
+    kv_connector_metadata: KVConnectorMetadata | None = None
+    """Transfers of blocks to begin before the step."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from quire.errors import ConfigError
+from quire.wire.sockets import CurveKeys
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of everything in `wire/`. Both sides must have the same: other versions are refused."""
 
 HANDSHAKE_TIMEOUT_S = 300.0
@@ -23,6 +24,14 @@ OUTPUT_LINGER_MS = 4000
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last message of a core that failed, on every output socket: this single frame."""
+
+
+COORDINATOR = -1
+"""Index that stands for the coordinator among the clients of a core."""
+COORDINATOR_READY = b"READY"
+"""Answer of the coordinator to a subscription."""
+SUBSCRIPTION = b"\x01"
+"""Subscription of an XSUB socket to everything."""
 
 
 def engine_identity(engine_index: int) -> bytes:
@@ -49,6 +58,24 @@ class ClientAddresses(msgspec.Struct, frozen=True):
     output_address: str
     is_judged: bool = False
     """True if the process that starts the core reports its deaths, and tries the suspects (`MemberLink`)."""
+
+
+class CoordinatorAddresses(msgspec.Struct, frozen=True):
+    """Addresses of the coordinator's sockets: for clients, for engines, and for the notices of engines."""
+
+    front: str
+    back: str
+    intake: str
+
+
+class CoordinatorLaunch(msgspec.Struct, frozen=True):
+    """Values that a coordinator process is started with."""
+
+    addresses: CoordinatorAddresses
+    num_expected: int
+    """Engines that have subscribed before it first answers; 1 for one that takes another's place."""
+    parent_pid: int
+    curve: CurveKeys | None = None
 
 
 class EngineStatus(msgspec.Struct):
@@ -82,6 +109,10 @@ class EngineHandshakeMetadata(msgspec.Struct):
     parallel_config: dict[str, Any] = {}
     without_drafts: bool = False
     """True: this core must not speculate."""
+    group_file: str | None = None
+    """Page of the engines that this one steps together with (`DPGroup`); None for an independent engine."""
+    curve: CurveKeys | None = None
+    """The core's keys for network addresses; None: there are none."""
 
 
 def check_protocol_version(theirs: int, who: str) -> None:

@@ -11,12 +11,14 @@ barrier, as the writer does between its word and the flag: one of the two sees t
 from __future__ import annotations
 
 import mmap
+import os
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from quire.errors import ServerError
 from quire.wire.serial import Frame
@@ -29,6 +31,8 @@ FULL_LOOK_S = 0.0005
 """Interval at which a writer looks for room in a ring that is full."""
 LOOK_S = 0.5
 """Longest sleep of a reader: not every processor makes a lock a whole memory barrier, and a byte might not be sent."""
+CHECK_S = 0.05
+"""The same where the reader checks whether it is still wanted."""
 _WORD = struct.Struct("<Q")
 _CHUNK = struct.Struct("<II")
 """Before each chunk: its bytes, and 1 if it is the last of its message."""
@@ -45,6 +49,11 @@ def make_ring_file(num_readers: int, *, num_slots: int = NUM_SLOTS, slot_bytes: 
 
 def _size(num_readers: int, num_slots: int, slot_bytes: int) -> int:
     return LINE_BYTES * (1 + num_readers) + num_slots * slot_bytes
+
+
+def count_slots(fd: int, num_readers: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Returns the number of slots of a ring that another process has made."""
+    return (os.fstat(fd).st_size - LINE_BYTES * (1 + num_readers)) // slot_bytes
 
 
 class _Ring:
@@ -148,11 +157,17 @@ class RingReader(_Ring):
         self._line, self.waker = 1 + index, waker
         self._read = 0
 
-    def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        """Returns the frames of the next message; None after the timeout, or once the writer is gone."""
+    def receive(
+        self, timeout_s: float | None = None, check: Callable[[], None] | None = None
+    ) -> list[memoryview] | None:
+        """Returns the frames of the next message; None after the timeout, or once the writer is gone. While it waits it
+        calls `check`, which raises if the message is not wanted any more."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_ready():
             left = None if deadline is None else deadline - time.monotonic()
+            if check is not None:
+                check()
+                left = CHECK_S if left is None else min(left, CHECK_S)
             if (left is not None and left <= 0) or not self._sleep(left):
                 return None
         return self.take()
@@ -207,3 +222,14 @@ class RingReader(_Ring):
             frames.append(data[start : start + size])
             start += size
         return frames
+
+
+class WorkerLinks(NamedTuple):
+    """Links of a worker with the other workers of its engine."""
+
+    shared_file: int
+    """Descriptor of the file that all of them map."""
+    inlet: RingReader | None = None
+    """Brings the hidden states of the stage before; None: this is the first."""
+    outlet: RingWriter | None = None
+    """Takes hidden states to the stage after; None: this is the last, or another worker of the stage sends them."""

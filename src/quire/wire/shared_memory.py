@@ -1,10 +1,12 @@
-"""Files without a name that processes share by inheriting their descriptors, and the abort word of workers."""
+"""Files that processes share: without a name, by inheriting their descriptors, and the page of engines that step
+together; and the abort word of workers."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 
 def make_shared_file(num_bytes: int) -> int:
@@ -20,9 +22,30 @@ def make_shared_file(num_bytes: int) -> int:
 
 
 WORKERS_FILE_BYTES = 1 << 40
-"""Size of the file that the workers of an engine share: address space, not memory."""
+"""Bytes that each stage of an engine has in the file that its workers share: address space, not memory. They begin with
+the abort word."""
+
+
+def make_workers_file(num_stages: int = 1) -> int:
+    """Returns the descriptor of a new file for the workers of an engine. Raises OSError."""
+    return make_shared_file(num_stages * WORKERS_FILE_BYTES)
 
 
 def set_abort_word(fd: int) -> None:
     """Makes every barrier of the workers that share the file fail, because one of them has."""
-    os.pwrite(fd, (1).to_bytes(4, sys.byteorder), 0)
+    for start in range(0, os.fstat(fd).st_size, WORKERS_FILE_BYTES):
+        os.pwrite(fd, (1).to_bytes(4, sys.byteorder), start)
+
+
+def is_aborted(fd: int) -> bool:
+    """Returns whether the abort word is set."""
+    return os.pread(fd, 4, 0) != bytes(4)
+
+
+GROUP_PAGE_BYTES = 1 << 12
+
+
+def make_group_file(path: Path) -> None:
+    """Makes the page of a group without members (`engine/dp_group.py`)."""
+    path.write_bytes(bytes(GROUP_PAGE_BYTES))
+    path.chmod(0o600)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import stat
@@ -29,6 +30,8 @@ MAX_MESSAGE_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 1 << 12
 """Longest frame of a request to a public socket."""
 ZAP_DOMAIN = b"quire"
+BEATS_PER_SILENCE = 10
+"""Number of signs of life that zmq exchanges in the time after which a connection is given up."""
 BINDS_BY_DEFAULT = frozenset(t for t in zmq.SocketType if t not in (zmq.PUSH, zmq.SUB, zmq.XSUB))
 
 
@@ -42,6 +45,8 @@ class CurveKeys(msgspec.Struct, frozen=True):
     public: bytes
     secret: bytes
     peer_public: bytes
+    silence_s: float = 0.0
+    """Silence after which both sides give a connection up; 0: they never do."""
 
     @staticmethod
     def make_pair() -> tuple[CurveKeys, CurveKeys]:
@@ -162,7 +167,7 @@ def make_zmq_socket(
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
         if curve is not None:
-            _secure(socket, curve, is_server=binds)
+            _secure(socket, address, curve, is_server=binds)
         if binds:
             socket.bind(address)
         else:
@@ -190,6 +195,18 @@ def make_public_socket(
     return socket
 
 
+def bind_network(socket: zmq.Socket[Any], address: str, curve: CurveKeys) -> None:
+    """Binds a socket to a network address, too. Its private addresses, bound before, stay as they are.
+
+    Raises ConfigError if that is no address of this machine, or is in use.
+    """
+    _secure(socket, address, curve, is_server=True)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as e:
+        raise ConfigError(f"{address} cannot be listened on: {e}") from e
+
+
 def bound_address(socket: zmq.Socket[Any]) -> str:
     """Returns the address a socket is bound to: with the port that the system chose, for `tcp://host:0`."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -197,9 +214,16 @@ def bound_address(socket: zmq.Socket[Any]) -> str:
     return endpoint.rstrip(b"\0").decode()
 
 
-def _secure(socket: zmq.Socket[Any], keys: CurveKeys, *, is_server: bool) -> None:
+def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server: bool) -> None:
+    if address.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    if keys.silence_s:
+        silence_ms = math.ceil(1000 * keys.silence_s)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, silence_ms // BEATS_PER_SILENCE))
+        for option in (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT):
+            socket.setsockopt(option, silence_ms)
     if is_server:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)

@@ -7,6 +7,7 @@ size whatever the core holds. It contains no token and no text.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -109,6 +110,8 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_computed_tokens: int = 0
     num_local_cached_tokens: int = 0
     num_external_cached_tokens: int = 0
+    external_by_source: dict[str, int] = {}
+    """The same by label of the source: host, p2p, disk, external_unspecified."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -116,12 +119,14 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
         return self.num_local_cached_tokens + self.num_external_cached_tokens
 
     def after(self, num_tokens: int) -> PrefillStats:
-        """Returns the same for the prompt without its first `num_tokens`. The cached part is the start of it, locally
-        first."""
+        """Returns the same, of one request, for the prompt without its first `num_tokens`. The cached part is the start
+        of it, locally first."""
         num_prompt = self.num_prompt_tokens - num_tokens
         num_cached = max(0, self.num_cached_tokens - num_tokens)
         num_local = max(0, self.num_local_cached_tokens - num_tokens)
-        return PrefillStats(num_prompt, num_prompt - num_cached, num_local, num_cached - num_local)
+        num_external = num_cached - num_local
+        by_source = dict.fromkeys(self.external_by_source, num_external) if num_external else {}
+        return PrefillStats(num_prompt, num_prompt - num_cached, num_local, num_external, by_source)
 
 
 class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -140,6 +145,24 @@ class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     """Revisions of adapters by state: "cold", "loading", "ready", "failed"."""
 
 
+class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Transfers of KV blocks: counts since the last report, and the present state."""
+
+    prefix_cache_stats: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
+    """Look-ups outside the engine, at admissions: of the tokens beyond those found in the prefix cache."""
+    num_loads_begun: int = 0
+    num_loads: dict[str, int] = {}
+    """Loads that no request waits for any more, by outcome: "ok", "partial", "failed", "cancelled"."""
+    load_seconds: list[float] = []
+    """Per load with at least one block: time that its request has waited for it."""
+    num_loads_in_flight: int = 0
+    num_saved_blocks: int = 0
+    num_dropped_blocks: dict[str, int] = {}
+    """Blocks that were not saved, by reason: "pins", or that of the worker."""
+    num_held_blocks: dict[str, int] = {}
+    """References of blocks outside of tables, by state."""
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Statistics of the scheduler, taken once per step."""
 
@@ -149,7 +172,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_skipped_waiting_reqs: int = 0
     """Requests that wait for something else: a grammar, the end of a pause, a remote KV transfer."""
     step_counter: int = 0
+    """Steps of the present wave so far; 0 for engines that do not step together."""
     current_wave: int = 0
+    """Number of waves that are over (`engine/waves.py`)."""
     kv_cache_usage: float = 0.0
     """Share of the blocks in use, 0..1, the null block left out."""
     prefix_cache_stats: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
@@ -160,7 +185,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_recomputed_tokens: int = 0
     """Tokens scheduled since the last statistics that had been computed before, and were lost in a preemption."""
     num_used_blocks: int = 0
-    """Held by requests. With the next two: all blocks but the null block."""
+    """Held by requests or transfers. With the next two: all blocks but the null block."""
     num_cached_blocks: int = 0
     """Held by none, with content that may be hit."""
     num_free_blocks: int = 0
@@ -175,11 +200,15 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """None where no adapter is known."""
     num_dropped_kv_events: int = 0
     """Batches of KV cache events that could not be published."""
+    kv_transfer: KVTransferStats | None = None
+    """None where nothing is stored outside the engine."""
+    num_dummy_batches: int = 0
+    """Steps without requests since the last report, which other engines waited for."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]
-"""waiting: for capacity. preempted: the same, after its blocks were taken. blocked: for a grammar, the end of a pause
-or a step in flight."""
+"""waiting: for capacity. preempted: the same, after its blocks were taken. blocked: for a grammar, the end of a pause,
+a load or a step in flight."""
 MAX_REFERENCES = 255
 """Largest number of references shown of a block."""
 
@@ -247,6 +276,8 @@ class EngineSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Running ones in order of admission, then waiting ones from the head of the queue; of many, the first."""
     num_left_out: int = 0
     """Requests that are not in the list."""
+    held_blocks: dict[str, int] = {}
+    """References of blocks outside of tables, by state: those of transfers."""
 
 
 def join_snapshots(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
@@ -291,4 +322,5 @@ def join_snapshots(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
         ),
         sorted(requests, key=lambda request: request.place != "running"),
         sum(snapshot.num_left_out for snapshot in snapshots),
+        dict(sum((Counter(snapshot.held_blocks) for snapshot in snapshots), Counter[str]())),
     )

@@ -47,6 +47,7 @@ WORKER_VERBS: Mapping[str, Verb] = {
     "reload_weights": Verb(),
     "profile": Verb((bool, str | None, int | None, int | None)),
     "get_supported_tasks": Verb((), tuple[str, ...]),
+    "get_numerics_id": Verb((), str),
     "check_health": Verb(),
     "call_method": Verb((str, list[Any], dict[str, Any]), Any),
     "call_function": Verb((str, list[Any], dict[str, Any]), Any),

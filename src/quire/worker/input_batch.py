@@ -197,6 +197,13 @@ class InputBatch:
         self.token_ids[row, start : start + len(token_ids)] = token_ids
         self.num_tokens[row] += len(token_ids)
 
+    def complete_tokens(self, row: int, token_ids: list[int]) -> None:
+        """Adds those outputs that the request lacks. `token_ids` are its outputs that are not computed. Outputs that
+        are computed and not known were drafts: they are in their places."""
+        first = max(self.num_computed_tokens[row], self.num_prompt_tokens[row])
+        self.num_tokens[row] = max(self.num_tokens[row], first)
+        self.extend_tokens(row, token_ids[int(self.num_tokens[row] - first) :])
+
     def write_drafts(self, drafts: Mapping[str, list[int]]) -> npt.NDArray[np.int64]:
         """Writes drafts, by request id, behind the tokens of their requests, where later tokens overwrite them. Returns
         [num_reqs] the number of each row."""

@@ -31,6 +31,8 @@ class KVCacheMemory:
     """The group of each layer; of a drafter's layers the one whose blocks they use."""
     caches: dict[str, KVCache]
     """Keys and values by layer name, those of a drafter's layers included."""
+    backend: AttentionBackend[Any]
+    """Decides the order of a block's bytes."""
 
     @property
     def block_sizes(self) -> list[int]:
@@ -61,7 +63,7 @@ def allocate_kv_cache(config: KVCacheConfig, backend: AttentionBackend[Any], dev
         offsets = tensor.offsets or [0] * len(tensor.shared_by)
         for name, offset in zip(tensor.shared_by, offsets, strict=True):
             caches[name] = backend.view_kv_cache(storage, layer_specs[name], config.num_blocks, offset)
-    return KVCacheMemory(specs, layer_groups, caches)
+    return KVCacheMemory(specs, layer_groups, caches, backend)
 
 
 def _reserve(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -101,7 +103,7 @@ class TransientKVCache:
         num_blocks = max_num_tokens // BLOCK_SIZE + max_num_reqs
         cache = backend.view_kv_cache(_reserve(num_blocks * spec.page_size_bytes, device), spec, num_blocks)
         names = [layer.layer_name for layer in layers]
-        self.memory = KVCacheMemory([spec], dict.fromkeys(names, 0), dict.fromkeys(names, cache))
+        self.memory = KVCacheMemory([spec], dict.fromkeys(names, 0), dict.fromkeys(names, cache), backend)
         self._device = device
 
     def place(self, query_lens: npt.NDArray[np.int64]) -> AttentionBatch:

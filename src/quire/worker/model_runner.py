@@ -21,7 +21,14 @@ from quire.wire.execution import (
     SchedulerOutput,
 )
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.worker.attention.backend import AttentionBackend, AttentionBatch, ForwardContext, States, set_forward_context
+from quire.worker.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    Forward,
+    ForwardContext,
+    States,
+    set_forward_context,
+)
 from quire.worker.attention.layer import Attention
 from quire.worker.input_batch import NO_ADAPTER, InputBatch, StepInputs, make_step_inputs
 from quire.worker.kernels.base import Kernels
@@ -33,8 +40,9 @@ from quire.worker.step_sampler import PendingStep, StepSampler
 class Model(Protocol):
     """The interface of the classes in `worker/models` (nn.Modules). A model that pools has no logits."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> States:
-        """[num_tokens] each; returns hidden states [num_tokens, hidden_size], and after them those of its taps."""
+    def __call__(self, input_ids: Tensor, positions: Tensor, *received: Tensor) -> States:
+        """[num_tokens] each; returns hidden states [num_tokens, hidden_size], and after them those of its taps.
+        `received` are the results of the stage before, if the model is a stage of a pipeline."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -217,7 +225,7 @@ class ModelRunner:
             if block_ids is not None:
                 batch.append_blocks(row, block_ids)
         for req_id, token_ids in cached.new_token_ids.items():
-            batch.extend_tokens(batch.rows[req_id], token_ids)
+            batch.complete_tokens(batch.rows[req_id], token_ids)
 
     def _forward(
         self,
@@ -239,8 +247,11 @@ class ModelRunner:
             ForwardContext(self.backend, metadata, kv_cache.layer_groups, kv_cache.caches, segments, embeds)
         ):
             run = self._run_model if embeds is None else self.model  # plans look every token up
-            states = run(input_ids, positions)
+            states = self._call(run, input_ids, positions)
         return states if isinstance(states, tuple) else (states,)
+
+    def _call(self, run: Forward, input_ids: Tensor, positions: Tensor) -> States:
+        return run(input_ids, positions)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
         indices = inputs.logits_indices
@@ -290,6 +301,8 @@ class ModelRunner:
         input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         on_device = torch.from_numpy(positions).to(self.device)
         hidden, *_ = self._forward(input_ids, on_device, query_lens, attention, kv_cache)
-        if self.pooler is not None:
-            return
-        self.sampler.sample_dummy(self.model.compute_logits(hidden[:num_reqs]))
+        if self.pooler is None:
+            self._sample_dummy(hidden[:num_reqs])
+
+    def _sample_dummy(self, hidden: Tensor) -> None:
+        self.sampler.sample_dummy(self.model.compute_logits(hidden))

@@ -24,7 +24,7 @@ from quire.failpoints import arm_failpoints, failpoint
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.process import die_with_parent, leave_terminal, set_process_title
-from quire.wire.ring import RingReader, RingWriter
+from quire.wire.ring import RingReader, RingWriter, WorkerLinks, count_slots
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.shared_memory import set_abort_word
 from quire.wire.topology import Topology
@@ -48,6 +48,10 @@ class WorkerOptions(NamedTuple):
     answers: int
     waker: int
     cpus: tuple[int, ...] = ()
+    inlet: tuple[int, ...] = ()
+    """The ring that brings hidden states from the stage before, and this worker's end of its sockets."""
+    outlet: tuple[int, ...] = ()
+    """The ring to the stage after, and the ends of its sockets."""
 
 
 def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
@@ -55,7 +59,8 @@ def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
     parser = argparse.ArgumentParser(prog="python -m quire.worker.proc", description="A worker; started by Quire.")
     for name in ("rank", "parent-pid", "shared-file", "calls", "answers", "waker"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--cpus", type=lambda text: tuple(int(cpu) for cpu in text.split(",") if cpu), default=())
+    for name in ("cpus", "inlet", "outlet"):
+        parser.add_argument(f"--{name}", type=lambda text: tuple(int(n) for n in text.split(",") if n), default=())
     return WorkerOptions(**vars(parser.parse_args(argv)))
 
 
@@ -76,18 +81,40 @@ def _read_exactly(read: Callable[[int], bytes | None], size: int) -> bytes:
     return data
 
 
+def topology_of(config: EngineConfig) -> Topology:
+    """Returns the sizes of the engine that a worker belongs to."""
+    parallel = config.parallel_config
+    return Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
+
+
+def join_stages(options: WorkerOptions, topology: Topology) -> WorkerLinks:
+    """Returns the worker's ends of what the workers share."""
+    inlet: RingReader | None = None
+    outlet: RingWriter | None = None
+    if options.inlet:
+        fd, waker = options.inlet
+        place, slots = topology.place_of(options.rank), count_slots(fd, topology.tp)
+        inlet = RingReader(fd, socket.socket(fileno=waker), place.tp, topology.tp, num_slots=slots)
+    if options.outlet:
+        fd, *wakers = options.outlet
+        sockets = [socket.socket(fileno=waker) for waker in wakers]
+        outlet = RingWriter(fd, sockets, num_slots=count_slots(fd, topology.tp))
+    return WorkerLinks(options.shared_file, inlet, outlet)
+
+
 class WorkerProc:
     """Serves the calls of one worker."""
 
     def __init__(self, options: WorkerOptions, config: EngineConfig) -> None:
-        world = config.parallel_config.world_size
+        topology = topology_of(config)
         waker = socket.socket(fileno=options.waker)
-        self._calls = RingReader(options.calls, waker, options.rank, world)
+        self._calls = RingReader(options.calls, waker, options.rank, topology.world_size)
         self._answers = RingWriter(options.answers, [waker])
         self._encoder = MsgpackEncoder()
         self._shared_file = options.shared_file
-        self._answers_steps = options.rank == Topology(tp=world).output_rank
-        self.worker: Any = resolve(config.parallel_config.worker_cls)(config, options.rank, options.shared_file)
+        self._answers_steps = options.rank == topology.output_rank
+        links = join_stages(options, topology)
+        self.worker: Any = resolve(config.parallel_config.worker_cls)(config, options.rank, links)
 
     def run(self) -> None:
         """Serves until the executor asks for the end, or is gone."""
@@ -154,7 +181,7 @@ def main() -> NoReturn:
         arm_failpoints()
         config = read_config(PARENT_PIPE)
         parallel = config.parallel_config
-        set_process_title(Topology(tp=parallel.tensor_parallel_size).worker_title(options.rank))
+        set_process_title(topology_of(config).worker_title(options.rank))
         threading.Thread(target=_watch_parent, name="Parent", daemon=True).start()
         for name in parallel.worker_names(config.model_config.implementation.name):
             resolve(name)

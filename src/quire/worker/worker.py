@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,23 +14,32 @@ from quire.config.engine import EngineConfig
 from quire.config.lora import LoRAConfig
 from quire.config.observability import ProfilerConfig
 from quire.errors import ConfigError
+from quire.failpoints import failpoint
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
+from quire.resolve import resolve
 from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
+from quire.wire.ring import WorkerLinks
+from quire.wire.shared_memory import WORKERS_FILE_BYTES
 from quire.wire.topology import Group, GroupKind, Topology
 from quire.worker import host, platform
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.registry import make_attention_backend
 from quire.worker.kernels.registry import choose_kernels
+from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 from quire.worker.loader import Placement, load_weights
 from quire.worker.loader.shards import Sharding
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
+from quire.worker.parallel.fingerprint import digest_weights, make_numerics_id
+from quire.worker.parallel.plan import Stage
 from quire.worker.parallel.shm import ShmCollectives
+from quire.worker.parallel.stages import StageRunner
 from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
@@ -45,14 +55,14 @@ class Worker:
     was fitted), initialize_from_config, compile_or_warm_up_model, then steps.
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0, shared_file: int | None = None) -> None:
-        """`shared_file`: descriptor of the file that the workers of an engine share, if there are several."""
+    def __init__(self, config: EngineConfig, rank: int = 0, links: WorkerLinks | None = None) -> None:
+        """`links`: what the workers of an engine share, if there are several."""
         stamp("torch")  # the executor has just imported this module and, with it, torch
         self.config = config
         self.rank = rank
-        self._shared_file = shared_file
+        self._links = links
         self._collectives: ShmCollectives | None = None
-        """None: this worker has no others."""
+        """None: no other worker shares its layers."""
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
         self._speculation: Speculation | None = None
@@ -60,22 +70,24 @@ class Worker:
         self._adapters: AdapterTable | None = None
         """None: no adapters are served, or no model yet."""
         self._profiler = WorkerProfiler(config.observability_config.profiler, rank)
+        connector = config.kv_transfer_config.connector
+        self._transfers: KVConnectorWorker | None = (
+            None if connector is None else resolve(connector.worker)(config, rank)
+        )
+        """Worker half of the connector; None: blocks stay in the cache."""
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
         """Chooses device, types and threads. Raises ConfigError if the configuration cannot run here."""
-        model, cache_dtype = self.config.model_config, self.config.cache_config.cache_dtype
+        model = self.config.model_config
         self.device = platform.choose_device(self.config.device_config.device)
         self.dtype = platform.resolve_dtype(model, self.device)
-        self.cache_dtype = self.dtype if cache_dtype == "auto" else getattr(torch, cache_dtype)
         if self.device.type == "cpu":
-            platform.set_num_threads(num_shares=self.group.size * self.config.parallel_config.num_local_engines)
+            platform.set_num_threads(num_shares=self._num_workers)
         self.kernels = choose_kernels(self.device, self.dtype, torch.get_num_threads())
-        if self.group.size > 1 and self.device.type != "cpu":
-            raise ConfigError(
-                f"--tensor-parallel-size {self.group.size}: several workers need a CPU so far; use --device cpu"
-            )
+        if self._links is not None and self.device.type != "cpu":
+            raise ConfigError("several workers of an engine need a CPU so far; use --device cpu")
         if self.group.size > 1:
             self._collectives = self._join_others()
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
@@ -85,17 +97,45 @@ class Worker:
             self.backend.agree = self._collectives.agree
         stamp("kernels")
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of cached keys and values."""
+        name = self.config.cache_config.cache_dtype
+        return self.dtype if name == "auto" else cast("torch.dtype", getattr(torch, name))
+
     def _join_others(self) -> ShmCollectives:
         """Returns the collectives of this worker and those beside it."""
-        assert self._shared_file is not None, "an executor of several workers gives them a file"
-        scheduler, threads = self.config.scheduler_config, torch.get_num_threads() * self.group.size
+        assert self._links is not None, "an executor of several workers gives them links"
+        scheduler, threads = self.config.scheduler_config, torch.get_num_threads() * self._num_workers
         rows = max(scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs or 0)
-        return ShmCollectives(self._shared_file, self.group, self.kernels, rows, num_threads=threads)
+        start = 0 if self._stage is None else self._stage.index * WORKERS_FILE_BYTES
+        file = self._links.shared_file
+        return ShmCollectives(file, self.group, self.kernels, rows, num_threads=threads, start=start)
+
+    @property
+    def _num_workers(self) -> int:
+        """Number of workers on this machine."""
+        parallel = self.config.parallel_config
+        return parallel.world_size * parallel.num_local_engines
+
+    @property
+    def _topology(self) -> Topology:
+        parallel = self.config.parallel_config
+        return Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
 
     @property
     def group(self) -> Group:
         """The workers that share each layer with this one."""
-        return Topology(tp=self.config.parallel_config.tensor_parallel_size).group(GroupKind.TENSOR, self.rank)
+        return self._topology.group(GroupKind.TENSOR, self.rank)
+
+    @property
+    def _stage(self) -> Stage | None:
+        """The stage of this worker; None: there is one only. Raises ConfigError."""
+        parallel = self.config.parallel_config
+        if parallel.pipeline_parallel_size == 1:
+            return None
+        index = self._topology.place_of(self.rank).pp
+        return Stage(index, parallel.pipeline_parallel_size, parallel.layer_partition)
 
     @property
     def runner(self) -> ModelRunner:
@@ -107,10 +147,14 @@ class Worker:
         """Reads the weights, unless that is done. Raises ModelLoadError."""
         if self._runner is not None:
             return
+        failpoint("worker.load")
         model, scheduler = self.config.model_config, self.config.scheduler_config
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
-        sharding = None if self._collectives is None else Sharding(self._collectives)
+        stage = self._stage
+        parallel = self.config.parallel_config
+        experts = parallel.expert_placement_strategy if parallel.enable_expert_parallel else None
+        sharding = None if self._links is None else Sharding(self._collectives, stage, experts)
         placement = Placement(self.device, self.dtype, self.kernels, sharding)
         loaded = load_weights(model, self.config.load_config, placement)
         if model.enable_prompt_embeds and not getattr(loaded.model, "takes_prompt_embeds", False):
@@ -120,7 +164,8 @@ class Worker:
             )
         self.loaded = [loaded]
         """The target, and the drafter if it is a model."""
-        self._runner = ModelRunner(
+        make = ModelRunner if stage is None or self._links is None else partial(StageRunner, stage, self._links)
+        self._runner = make(
             loaded.model,
             self.backend,
             self.device,
@@ -138,7 +183,7 @@ class Worker:
             if self._runner.pooler is not None:
                 self._runner.pooler.adapters = self._adapters
         drafting = self.config.speculative_config.drafting
-        if drafting is not None and self.group.index == 0:  # the others get drafts with the step
+        if drafting is not None and self.rank == self._topology.output_rank:  # the others get drafts with the step
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
         if self._draft_model is not None:
             self.loaded.append(self._draft_model.loaded)
@@ -178,7 +223,7 @@ class Worker:
         """Returns the bytes for the KV cache: --kv-cache-memory-bytes, or what weights and the largest step leave."""
         cache = self.config.cache_config
         if cache.kv_cache_memory_bytes is not None and cache.kv_cache_memory_bytes >= 0:
-            return cache.kv_cache_memory_bytes // self.group.size
+            return self._share_of(cache.kv_cache_memory_bytes)
         if self.device.type == "cpu":
             return self._available_cpu_memory()
         return self._available_cuda_memory(cache.gpu_memory_utilization)
@@ -188,14 +233,26 @@ class Worker:
         specs = [*self.get_kv_cache_spec().values(), *self.get_draft_kv_cache_spec().values()]
         block_bytes = sum(spec.page_size_bytes for spec in specs)
         useful = host.useful_kv_cache_bytes(self.max_model_len, self.runner.max_num_reqs, block_size, block_bytes)
-        useful *= self.group.size
+        useful = useful * self.group.size * self._num_layers // len(self._own_layers)
         if self._adapters is not None:  # the engine takes their memory out of what is returned
             useful += adapters_share(useful, self.config.lora_config)
         mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
         if self._collectives is not None:  # not taken before the first large step
             mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
-        return host.cpu_kv_cache_bytes(free, useful) // self.group.size
+        return self._share_of(host.cpu_kv_cache_bytes(free, useful))
+
+    @property
+    def _num_layers(self) -> int:
+        return self.config.model_config.hf_config.num_hidden_layers
+
+    @property
+    def _own_layers(self) -> range:
+        return range(self._num_layers) if self._stage is None else self._stage.layers(self._num_layers)
+
+    def _share_of(self, num_bytes: int) -> int:
+        """Returns this worker's share of memory for the KV cache of an engine."""
+        return num_bytes // self.group.size * len(self._own_layers) // self._num_layers
 
     def _available_cuda_memory(self, utilization: float) -> int:
         torch.cuda.empty_cache()
@@ -213,6 +270,8 @@ class Worker:
         """Allocates the KV cache and the batch."""
         self._kv_cache_config = kv_cache_config
         self.runner.initialize_kv_cache(kv_cache_config, self.max_model_len)
+        if self._transfers is not None:
+            self._transfers.register_kv_caches(self.runner.kv_cache)
         stamp("KV cache")
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -231,6 +290,8 @@ class Worker:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if scheduler_output.kv_connector_metadata is not None:
+            self.start_transfers(scheduler_output.kv_connector_metadata)
         if self._profiler.is_armed:
             self._profiler.begin_step()
         if self._adapters is not None:
@@ -276,6 +337,18 @@ class Worker:
         assert self._adapters is not None, "the engine refuses adapters without --enable-lora"
         return self._adapters
 
+    # -- transfers of blocks ------------------------------------------------------------------------------------------
+
+    def register_transfer_callback(self, report: Report) -> None:
+        """Sets what gets the reports of transfers that have ended, on any thread."""
+        assert self._transfers is not None, "a connector is configured"
+        self._transfers.report = report
+
+    def start_transfers(self, orders: KVConnectorMetadata) -> None:
+        """Begins transfers of blocks, beside the steps."""
+        assert self._transfers is not None, "a connector is configured"
+        self._transfers.start(orders)
+
     # -- sleep and new weights ----------------------------------------------------------------------------------------
 
     def sleep(self, level: int) -> None:
@@ -295,6 +368,8 @@ class Worker:
         self.runner.release_kv_cache()
         if self._draft_model is not None:
             self._draft_model.release_kv_cache()
+        if self._transfers is not None:
+            self._transfers.register_kv_caches(self.runner.kv_cache)
         self.kernels.release_memory()
         platform.release_free_memory(self.device)
 
@@ -313,6 +388,8 @@ class Worker:
     def load_weights(self, path: str | None = None) -> None:
         """Replaces the weights in place by those of `path`; None: reads them again. Raises ModelLoadError."""
         self.loaded[0].weights.replace(None if path is None else Path(path))
+        if self._transfers is not None and path is not None:
+            self._transfers.set_weights(path)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -320,6 +397,13 @@ class Worker:
         """Returns the tasks that the loaded model serves."""
         pooling = self.config.model_config.pooling
         return ("generate",) if pooling is None else pooling.tasks
+
+    def get_numerics_id(self) -> str:
+        """Returns what decides the bits of the logits (`EngineCoreReadyResponse.numerics_id`)."""
+        model = self.config.model_config
+        types = self.dtype, self.cache_dtype, model.quantization or "as stored", model.implementation.name
+        weights = digest_weights(model.model_dir)
+        return make_numerics_id(self.device, self.kernels.pack_format, types, self.backend.name, weights)
 
     def check_health(self) -> None:
         """Raises if the worker cannot run. A worker in this process is as healthy as the process."""
@@ -347,6 +431,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Releases model and cache."""
+        if self._transfers is not None:
+            self._transfers.close()
         if self._adapters is not None:
             self._adapters.shutdown()
         if self._runner is not None:

@@ -3,14 +3,15 @@
 A mutant is a function that takes a `pytest.MonkeyPatch`; its docstring says what is wrong.
 """
 
-from tests.simulation.mutants import adapters, books, kv_cache, lifecycle, scheduler, sessions, speculation
+from tests.simulation.mutants import adapters, books, kv_cache, lifecycle, scheduler, sessions, speculation, transfers
 from tests.simulation.mutants.kv_cache import weak_hashes
-from tests.simulation.mutants.registry import FRONTEND_MUTANTS, MUTANTS
+from tests.simulation.mutants.registry import FRONTEND_MUTANTS, MUTANTS, TIER_MUTANTS
 
 __all__ = [
     "CHANGE_NO_TOKEN",
     "FRONTEND_MUTANTS",
     "MUTANTS",
+    "TIER_MUTANTS",
     "adapters",
     "books",
     "kv_cache",
@@ -18,6 +19,7 @@ __all__ = [
     "scheduler",
     "sessions",
     "speculation",
+    "transfers",
     "weak_hashes",
 ]
 

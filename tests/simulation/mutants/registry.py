@@ -12,6 +12,14 @@ Mutant = Callable[[Patch], None]
 MUTANTS: dict[str, Mutant] = {}
 FRONTEND_MUTANTS: dict[str, Mutant] = {}
 """Mutants that no answer and no check inside the engine shows: the metrics must."""
+TIER_MUTANTS: dict[str, Mutant] = {}
+"""Mutants that only a store outside the engine shows."""
+
+
+def tier_mutant(function: Mutant) -> Mutant:
+    """Enter it into the table of those that need a store."""
+    TIER_MUTANTS[function.__name__] = function
+    return function
 
 
 def mutant(function: Mutant) -> Mutant:

@@ -64,8 +64,8 @@ def stale_table_after_preemption(patch: Patch) -> None:
 def budget_off_by_one(patch: Patch) -> None:
     """A step may hold one token more than its budget."""
 
-    def init(original: Any, self: StepBuilder, token_budget: int, *args: Any) -> None:
-        original(self, token_budget + 1, *args)
+    def init(original: Any, self: StepBuilder, token_budget: int, *args: Any, **options: Any) -> None:
+        original(self, token_budget + 1, *args, **options)
 
     wrap(patch, StepBuilder, "__init__", init)
 

@@ -47,6 +47,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni has one worker, and 2 are asked for"),
     ({"enable_elastic_ep": True, "pipeline_parallel_size": 2}, "no --pipeline-parallel-size"),
     ({"data_parallel_size": 3, "elastic_ep_max_dp_size": 2}, "is less than --data-parallel-size 3"),
+    (
+        {"data_parallel_size": 2, "data_parallel_size_local": 1},
+        "reached over TCP, with a key .* quire fleet key > FILE",
+    ),
+    ({"headless": True, "data_parallel_backend": "ray"}, "ray places the engines itself"),
+    ({"headless": True}, "give --fleet-key FILE on each"),
+    ({"headless": True, "fleet_key": "k", "engine_host": "::1"}, "--engine-host ::1 is for engines of this machine"),
+    ({"data_parallel_rpc_port": 65534}, "65534 is the first of three ports"),
 ]
 
 
@@ -63,8 +71,8 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         assert not is_wanted(ParallelConfig())
         assert what.format(c=ParallelConfig())
         assert remedy
-    with pytest.raises(ConfigError, match="--headless is not supported yet: an engine runs on the machine"):
-        ParallelConfig(headless=True)
+    with pytest.raises(ConfigError, match="--nnodes 2 is not supported yet: the workers of an engine are on one"):
+        ParallelConfig(nnodes=2, tensor_parallel_size=2)
 
 
 def test_short_names() -> None:
@@ -87,8 +95,14 @@ def test_modes_and_numbers_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (whole.is_hybrid, whole.is_external) == (False, False), "all engines are here: an ordinary server"
     single = ParallelConfig(data_parallel_size=4, data_parallel_size_local=1, data_parallel_hybrid_lb=True)
     assert (single.is_hybrid, single.is_external) == (False, True), "one engine is here: there is nothing to choose"
-    agent = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_start_rank=2, headless=True)
+    part: dict[str, Any] = {"data_parallel_size": 4, "data_parallel_size_local": 2, "fleet_key": "key"}
+    agent = ParallelConfig(**part, data_parallel_start_rank=2, headless=True)
     assert (agent.is_hybrid, agent.is_external, agent.first_engine) == (False, False, 2)
+    head = ParallelConfig(**part)
+    assert (head.num_engines, head.remote_engines) == (4, range(2, 4))
+    alone = ParallelConfig(**part | {"data_parallel_size_local": 0})
+    assert (alone.num_local_engines, alone.remote_engines) == (0, range(4))
+    assert not any(c.remote_engines for c in (agent, inside, rank, node, whole, single))
 
 
 def test_the_executor_follows_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +110,6 @@ def test_the_executor_follows_the_number_of_workers(monkeypatch: pytest.MonkeyPa
     assert ParallelConfig().executor_backend == "uni"
     both = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert (both.world_size, both.executor_backend) == (6, "mp")
-    assert ParallelConfig(data_parallel_backend="ray").executor_backend == "ray"
+    on_ray = ParallelConfig(data_parallel_backend="ray", data_parallel_size=2)
+    assert (on_ray.executor_backend, on_ray.num_local_engines, on_ray.remote_engines) == ("uni", 0, range(2))
     assert ParallelConfig(distributed_executor_backend="a.b:C", tensor_parallel_size=2).executor_class == "a.b:C"

@@ -93,6 +93,8 @@ def make_scheduler(
     structured_output_manager: Any = None,
     num_spec_tokens: int = 0,
     num_lookahead_tokens: int = 0,
+    max_concurrent_steps: int = 1,
+    sends_tokens: bool = False,
     **config: Any,
 ) -> Scheduler:
     """A scheduler with blocks of 4 tokens. `config` are fields of SchedulerConfig."""
@@ -107,6 +109,8 @@ def make_scheduler(
         include_finished_set=include_finished_set,
         structured_output_manager=structured_output_manager,
         drafts=drafts if num_spec_tokens else None,
+        max_concurrent_steps=max_concurrent_steps,
+        sends_tokens=sends_tokens,
         clock=Clock(),
     )
 
@@ -136,6 +140,7 @@ class ScriptedWorker:
     def __init__(self, choose: TokenChoice = next_token) -> None:
         self.choose = choose
         self.tokens: dict[str, list[int]] = {}
+        self.num_prompt: dict[str, int] = {}
         self.block_ids: dict[str, list[int]] = {}
         self.slots: dict[tuple[int, int], int] = {}
 
@@ -163,6 +168,7 @@ class ScriptedWorker:
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.tokens, f"{new.req_id} is known already"
             self.tokens[new.req_id] = new.prompt_token_ids + new.output_token_ids
+            self.num_prompt[new.req_id] = len(new.prompt_token_ids)
             self.block_ids[new.req_id] = list(new.block_ids[0])
             computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
@@ -174,7 +180,8 @@ class ScriptedWorker:
                 self.block_ids[request_id] += new_block_ids[0]
             computed[request_id] = num_computed
         for request_id, token_ids in cached.new_token_ids.items():
-            self.tokens[request_id] += token_ids
+            lacking = self.tokens[request_id]
+            lacking += token_ids[len(lacking) - max(computed[request_id], self.num_prompt[request_id]) :]
         return computed
 
     def _slot(self, request_id: str, position: int) -> tuple[int, int]:

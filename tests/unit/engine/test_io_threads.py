@@ -178,6 +178,27 @@ def test_only_the_last_of_several_returns_is_greeted(frontend: Frontend, input_o
         frontend.routers[1].recv_multipart(zmq.NOBLOCK)
 
 
+def test_a_client_that_has_given_the_core_up_is_greeted_again(
+    frontend: Frontend, input_of: Callable[..., Input]
+) -> None:
+    received = input_of()
+    router = frontend.routers[0]
+    router.recv_multipart()
+    greet = [b"\0\0", EngineCoreRequestType.GREET.value, b"\xc0"]
+    for frames in (greet, greet):
+        router.send_multipart(frames)
+    send_request(router, "of before the greeting")
+    links = [received.links.get(timeout=DEADLINE_S) for _ in range(2)]
+    assert links == [ClientLink(0, is_up=False), ClientLink(0, is_up=True)]
+    send_request(frontend.routers[1], "other")
+    assert received.next()[1][0].request_id == "other"
+    received.thread.greet(0, 9)
+    assert router.recv_multipart() == [b"\0\0", b"ready, the next is 9"]
+    send_request(router, "new")
+    assert received.next()[1][0].request_id == "new"
+    assert received.links.empty()
+
+
 def test_others_are_told_to_begin_when_the_owner_has_restored_the_core(
     frontend: Frontend, input_of: Callable[..., Input]
 ) -> None:

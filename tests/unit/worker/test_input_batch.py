@@ -177,6 +177,20 @@ def test_tokens_that_were_not_sampled_here() -> None:
     assert batch.sampling.histories[1].output_token_ids == [8, 9]
 
 
+def test_outputs_that_are_not_computed_complete_what_is_known() -> None:
+    """They begin at the first that is not computed: the batch may have it, and may lack drafts that were accepted."""
+    batch = InputBatch(CAPACITY, MAX_LEN, BLOCK_SIZES)
+    batch.add_request(NewRequestData("a", [1, 2, 3], ([1], [1]), 0))
+    batch.complete_tokens(0, [4])
+    batch.num_computed_tokens[0] = 3
+    batch.complete_tokens(0, [4, 5])
+    assert batch.token_ids[0, : batch.num_tokens[0]].tolist() == [1, 2, 3, 4, 5]
+    batch.write_drafts({"a": [6, 7, 8]})
+    batch.num_computed_tokens[0] = 7  # two drafts are right
+    batch.complete_tokens(0, [9])
+    assert batch.token_ids[0, : batch.num_tokens[0]].tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
 def test_more_requests_than_rows_are_a_bug_of_the_scheduler() -> None:
     batch = InputBatch(1, 16, [4])
     batch.add_request(NewRequestData("a", [1], ([1],), 0, SamplingParams()))

@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 
@@ -33,6 +35,11 @@ class Executor(ABC):
     def max_concurrent_batches(self) -> int:
         """Number of steps that may be in flight at once; more than 1 makes the core use `step_with_batch_queue`."""
         return 1
+
+    @property
+    def needs_sampled_tokens(self) -> bool:
+        """True if some workers do not sample: steps must bring them the tokens that others have sampled."""
+        return False
 
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, AnyKVCacheSpec]]:
@@ -74,6 +81,10 @@ class Executor(ABC):
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns the tasks of the model, e.g. ("generate",)."""
 
+    def get_numerics_id(self) -> str:
+        """Returns what decides the bits of the logits (`EngineCoreReadyResponse.numerics_id`); empty: unknown."""
+        return ""
+
     @abstractmethod
     def collective_rpc(
         self,
@@ -100,6 +111,17 @@ class Executor(ABC):
 
     def drop_adapter(self, key: AdapterKey) -> None:
         """Drops a loaded revision, which no request uses any more, before the next step."""
+        raise NotImplementedError
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        """Registers the function that gets the reports of transfers that have ended on all workers, on any thread.
+
+        Raises ConfigError if the workers cannot transfer blocks.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot transfer blocks of the KV cache; leave the connector out")
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        """Gives orders to the workers at once, where no step may come. No step is in flight."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,8 +1,9 @@
 """An executor whose workers are processes that compute each step together.
 
-Calls go down one ring, which all workers read; each worker answers by a ring of its own. The end of a worker is noticed
-by its process descriptor. Then the abort word makes the others leave their barriers, and the core ends, as it does
-after any error in a step; its supervisor starts it again, with new workers.
+Calls go down one ring, which all workers read; each worker answers by a ring of its own. Several calls may be on their
+way: a worker runs them one after the other. Stages of a pipeline pass hidden states by rings of their own. The end of a
+worker is noticed by its process descriptor. Then the abort word makes the others leave their barriers, and the core
+ends, as it does after any error in a step; its supervisor starts it again, with new workers.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from quire.config.engine import EngineConfig
 from quire.config.server import encode_config
 from quire.engine.executor.abstract import Executor
-from quire.engine.executor.worker_process import WorkerProcess, bind_cpus
+from quire.engine.executor.worker_process import StagePipes, WorkerProcess, bind_cpus, max_hidden_bytes
 from quire.errors import ServerError, ValidationError, make_error
 from quire.logger import init_logger
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.ring import RingWriter, make_ring_file
 from quire.wire.serial import MsgpackEncoder
-from quire.wire.shared_memory import WORKERS_FILE_BYTES, make_shared_file, set_abort_word
+from quire.wire.shared_memory import make_workers_file, set_abort_word
 from quire.wire.topology import Topology
 from quire.wire.worker_calls import WORKER_VERBS, WorkerCall, WorkerReply, decode_reply, decode_result, encode_call
 
@@ -46,12 +47,19 @@ class MultiprocExecutor(Executor):
         self._call_id = 0
         self._on_failure: Callable[[], None] = lambda: None
         self._is_ending = False
-        self._shared_file, calls = make_shared_file(WORKERS_FILE_BYTES), make_ring_file(self._topology.world_size)
+        self._pending = dict[int, _Call]()
+        """Calls that are waited for, by their ids."""
+        self._lost: tuple[WorkerReply, int] | None = None
+        """The answer that has ended all steps, and the rank of its worker."""
+        self._shared_file = make_workers_file(self._topology.pp)
+        calls = make_ring_file(self._topology.world_size)
         self._workers: list[WorkerProcess] = []
         try:
             data = encode_config(config)
-            for rank, cpus in enumerate(bind_cpus(parallel)):
-                self._workers.append(WorkerProcess(rank, data, self._shared_file, calls, cpus))
+            with StagePipes(self._topology, max_hidden_bytes(config)) as pipes:
+                for rank, cpus in enumerate(bind_cpus(parallel)):
+                    fds = {"--shared-file": [self._shared_file], "--calls": [calls], **pipes.ends_of(rank)}
+                    self._workers.append(WorkerProcess(rank, data, fds, cpus))
             self._calls = RingWriter(calls, [worker.waker for worker in self._workers])
             self._monitor = threading.Thread(target=self._watch, name="WorkerMonitor", daemon=True)
             self._monitor.start()
@@ -67,41 +75,49 @@ class MultiprocExecutor(Executor):
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _send(self, verb: str, *arguments: Any) -> int:
+    def _send(self, verb: str, *arguments: Any) -> _Call:
+        """Sends a call, which all workers answer, or of a step the output rank. It must be waited for."""
         self._call_id += 1
+        ranks = [self._topology.output_rank] if WORKER_VERBS[verb].is_step else range(len(self._workers))
         self._calls.send(encode_call(WorkerCall(self._call_id, verb), arguments, self._encoder), self._check_alive)
-        return self._call_id
+        call = self._pending[self._call_id] = _Call(self._call_id, verb, ranks, {})
+        return call
 
     def _call_all(self, verb: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Returns the results of all workers; of a step only the output rank's."""
-        ranks = [self._topology.output_rank] if WORKER_VERBS[verb].is_step else range(len(self._workers))
-        return self._wait(self._send(verb, *arguments), verb, ranks, timeout_s)
+        return self._wait(self._send(verb, *arguments), timeout_s)
 
-    def _wait(self, call_id: int, verb: str, ranks: Collection[int], timeout_s: float | None = None) -> list[Any]:
-        """Returns the answers of `ranks`. Raises the error of any worker, ServerError if one has ended, and
+    def _wait(self, call: _Call, timeout_s: float | None = None) -> list[Any]:
+        """Returns the answers to a call. Raises the error of any worker, ServerError if one has ended, and
         TimeoutError."""
-        results, errors = dict[int, Any](), dict[int, WorkerReply]()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while len(results) + len(errors) < len(ranks):
-            for worker in self._workers:
-                while worker.answers.is_ready():
-                    frames = worker.answers.take()
-                    reply = decode_reply(frames)
-                    if reply.is_fatal:
-                        self._raise(reply, worker.rank)
-                    if reply.call_id != call_id or worker.rank not in ranks:
-                        continue  # of a call that has been given up
-                    if reply.error is None:
-                        results[worker.rank] = decode_result(frames, verb)
-                    else:
-                        errors[worker.rank] = reply
-            if len(results) + len(errors) < len(ranks):
+        try:
+            while not self._is_answered(call):
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"{verb} was not answered by all workers within {timeout_s:g} s")
+                    raise TimeoutError(f"{call.verb} was not answered by all workers within {timeout_s:g} s")
                 self._sleep(deadline)
-        for rank, reply in errors.items():
-            self._raise(reply, rank)
-        return [results[rank] for rank in ranks]
+        finally:
+            self._pending.pop(call.call_id, None)
+        if self._lost is not None:
+            self._raise(*self._lost)
+        replies = {rank: decode_reply(frames) for rank, frames in call.answers.items()}
+        for rank, reply in replies.items():
+            if reply.error is not None:
+                self._raise(reply, rank)
+        return [decode_result(call.answers[rank], call.verb) for rank in call.ranks]
+
+    def _is_answered(self, call: _Call) -> bool:
+        """Takes in the answers that have come. Returns whether `call` has all of its, or an error has ended it."""
+        for worker in self._workers:
+            while self._lost is None and worker.answers.is_ready():
+                frames = worker.answers.take()
+                reply = decode_reply(frames)
+                if reply.is_fatal:
+                    self._lost = reply, worker.rank
+                    self._abort()  # in all stages
+                elif reply.call_id in self._pending:  # else it has been given up
+                    self._pending[reply.call_id].answers[worker.rank] = frames
+        return self._lost is not None or len(call.answers) == len(call.ranks)
 
     def _sleep(self, deadline: float | None = None) -> None:
         """Returns once an answer may have come. Raises ServerError if a worker has ended."""
@@ -169,17 +185,26 @@ class MultiprocExecutor(Executor):
         self._call_all("initialize_from_config", kv_cache_configs)
         self._call_all("compile_or_warm_up_model")
 
+    @property
+    def max_concurrent_batches(self) -> int:
+        return (
+            1 if self.config.speculative_config.drafting is not None else self._topology.pp
+        )  # drafts follow each step
+
+    @property
+    def needs_sampled_tokens(self) -> bool:
+        return self._topology.pp > 1
+
     def _step(self, verb: str, non_block: bool, *arguments: Any) -> Any:
-        ranks = [self._topology.output_rank]
         if not non_block:
-            return self._wait(self._send(verb, *arguments), verb, ranks)[0]
+            return self._call_all(verb, *arguments)[0]
         try:
-            call_id = self._send(verb, *arguments)
+            call = self._send(verb, *arguments)
         except Exception as e:
             failed: Future[Any] = Future()
             failed.set_exception(e)
             return failed
-        return _Answer(lambda: self._wait(call_id, verb, ranks)[0])
+        return _Answer(lambda: self._wait(call)[0], lambda: self._is_answered(call))
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
@@ -199,6 +224,9 @@ class MultiprocExecutor(Executor):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return cast("tuple[str, ...]", self._call_all("get_supported_tasks")[0])
+
+    def get_numerics_id(self) -> str:
+        return cast("str", self._call_all("get_numerics_id")[0])
 
     def collective_rpc(
         self,
@@ -239,12 +267,28 @@ class MultiprocExecutor(Executor):
         os.close(self._shared_file)
 
 
+class _Call(NamedTuple):
+    """A call that has been sent."""
+
+    call_id: int
+    verb: str
+    ranks: Sequence[int]
+    """Workers that answer."""
+    answers: dict[int, list[memoryview]]
+    """Frames of the answers that have come, by rank."""
+
+
 class _Answer(Future[Any]):
     """The answer to a call that has been sent. `result` waits for it on the calling thread."""
 
-    def __init__(self, wait: Callable[[], Any]) -> None:
+    def __init__(self, wait: Callable[[], Any], is_here: Callable[[], bool]) -> None:
         super().__init__()
         self._take: Callable[[], Any] | None = wait
+        self._is_here = is_here
+
+    def done(self) -> bool:
+        """Returns whether `result` would not wait. Must be called on the thread that calls `result`."""
+        return self._take is None or self._is_here()
 
     def result(self, timeout: float | None = None) -> Any:
         """Returns the answer, or raises the error of a worker."""

@@ -12,6 +12,7 @@ from quire.lora_request import LoRARequest
 from quire.resolve import resolve
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 
 T = TypeVar("T")
@@ -69,6 +70,9 @@ class UniProcExecutor(Executor):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return tuple(self.worker.get_supported_tasks())
 
+    def get_numerics_id(self) -> str:
+        return str(self.worker.get_numerics_id())
+
     def measure_adapter(self, lora_request: LoRARequest) -> Future[int]:
         future: Future[int] = self.worker.measure_adapter(lora_request)
         return future
@@ -79,6 +83,12 @@ class UniProcExecutor(Executor):
 
     def drop_adapter(self, key: AdapterKey) -> None:
         self.worker.drop_adapter(key)
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        self.worker.register_transfer_callback(callback)
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        self.worker.start_transfers(orders)
 
     def collective_rpc(
         self,

@@ -8,16 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from quire import envs
+from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError, ServerError
 from quire.logger import child_level
 from quire.wire.process import search_path
-from quire.wire.ring import RingReader, make_ring_file
-from quire.wire.serial import Frame
+from quire.wire.ring import NUM_SLOTS, SLOT_BYTES, RingReader, make_ring_file
+from quire.wire.topology import Topology
 
 WORKER_MODULE = "quire.worker.proc"
 END_S = 5.0
@@ -27,21 +29,22 @@ END_S = 5.0
 class WorkerProcess:
     """A worker. Belongs to the thread that made it, which must live as long (PR_SET_PDEATHSIG)."""
 
-    def __init__(self, rank: int, config: bytes, shared_file: int, calls: int, cpus: Sequence[int]) -> None:
-        """`calls` is the ring that all workers read. Raises ServerError if the system refuses to start it."""
+    def __init__(self, rank: int, config: bytes, shared: Mapping[str, Sequence[int]], cpus: Sequence[int]) -> None:
+        """`shared` are descriptors that others have, too, by options. Raises ServerError if the system refuses to start
+        it."""
         self.rank = rank
         self.waker, theirs = socket.socketpair()
         answers = make_ring_file(1)
         self.answers = RingReader(answers, self.waker)
-        fds = {"--shared-file": shared_file, "--calls": calls, "--answers": answers, "--waker": theirs.fileno()}
+        fds = {**shared, "--answers": [answers], "--waker": [theirs.fileno()]}
         command = [sys.executable, "-P", "-m", WORKER_MODULE, "--rank", str(rank), "--parent-pid", str(os.getpid())]
-        command += [word for name, fd in fds.items() for word in (name, str(fd))]
+        command += [word for name, own in fds.items() for word in (name, ",".join(map(str, own)))]
         command += ["--cpus", ",".join(map(str, cpus))]
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                pass_fds=tuple(fds.values()),
+                pass_fds=tuple(chain.from_iterable(fds.values())),
                 env={**os.environ, "PYTHONPATH": search_path(), envs.LOGGING_LEVEL.name: child_level()},
                 start_new_session=True,  # Ctrl-C in the user's terminal is for the frontend to decide on
             )
@@ -86,27 +89,69 @@ class WorkerProcess:
             self.pidfd = None
 
 
-Send = Callable[[Sequence[Frame]], None]
+class StagePipes:
+    """Rings between the stages of a pipeline, and the sockets that wake their readers. Leaving the block closes them
+    here: workers have theirs by then."""
+
+    def __init__(self, topology: Topology, step_bytes: int) -> None:
+        """`step_bytes`: most bytes of a message. A ring has room for two: a stage need not wait for the next one."""
+        self._topology = topology
+        slots = max(NUM_SLOTS, 2 * -(-step_bytes // (SLOT_BYTES - 64)))
+        self._rings = [make_ring_file(topology.tp, num_slots=slots) for _ in range(topology.pp - 1)]
+        self._sockets = [[socket.socketpair() for _ in range(topology.tp)] for _ in self._rings]
+
+    def ends_of(self, rank: int) -> dict[str, list[int]]:
+        """Returns the descriptors of a worker, by the option that names them. The first of a stage sends."""
+        stage, ends = self._topology.place_of(rank), dict[str, list[int]]()
+        if stage.pp > 0:
+            ends["--inlet"] = [self._rings[stage.pp - 1], self._sockets[stage.pp - 1][stage.tp][1].fileno()]
+        if stage.pp < len(self._rings) and stage.tp == 0:
+            ends["--outlet"] = [self._rings[stage.pp], *(pair[0].fileno() for pair in self._sockets[stage.pp])]
+        return ends
+
+    def __enter__(self) -> StagePipes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._rings:
+            os.close(fd)
+        for end in chain.from_iterable(chain.from_iterable(self._sockets)):
+            end.close()
+
+
+def max_hidden_bytes(config: EngineConfig) -> int:
+    """Returns the most bytes of the hidden states of a step; 0 with a single stage."""
+    rows = config.scheduler_config.max_num_batched_tokens
+    if config.parallel_config.pipeline_parallel_size == 1 or rows is None:
+        return 0
+    return rows * config.model_config.hf_config.hidden_size * 4
 
 
 def bind_cpus(config: ParallelConfig, root: Path = Path("/")) -> list[list[int]]:
-    """Returns the processors of each worker by --cpu-bind; empty lists: all. Raises ConfigError."""
-    size, text = config.world_size, config.cpu_bind
+    """Returns the processors of each worker of this engine by --cpu-bind; empty lists: all. Raises ConfigError.
+
+    The processors are divided among the workers of all engines on this machine. An engine that was added later shares
+    those of another.
+    """
+    size, engines, text = config.world_size, config.num_local_engines, config.cpu_bind
     if text == "none" or not hasattr(os, "sched_getaffinity"):
         return [[] for _ in range(size)]
+    first = (config.engine_index - config.first_engine) % engines * size
+    count = engines * size
     here = os.sched_getaffinity(0)
     if text != "auto":
         lists = [_read_cpus(part) for part in text.split("|")]
-        if len(lists) != size:
-            raise ConfigError(f"--cpu-bind {text}: {len(lists)} lists for {size} workers; separate one for each by |")
+        if len(lists) != count:
+            raise ConfigError(f"--cpu-bind {text}: {len(lists)} lists for {count} workers; separate one for each by |")
         if missing := set().union(*lists) - here:
             raise ConfigError(f"--cpu-bind {text}: this process may not use processor {min(missing)}")
-        return lists
-    if len(here) < size:
+        return lists[first : first + size]
+    if len(here) < count:
         return [[] for _ in range(size)]
     nodes = {cpu: number for number, cpus in _memory_nodes(root) for cpu in cpus}
     ordered = sorted(here, key=lambda cpu: (nodes.get(cpu, 0), cpu))
-    return [ordered[i * len(here) // size : (i + 1) * len(here) // size] for i in range(size)]
+    places = range(first, first + size)
+    return [ordered[i * len(here) // count : (i + 1) * len(here) // count] for i in places]
 
 
 def _read_cpus(text: str) -> list[int]:

@@ -97,6 +97,8 @@ class BlockPool:
         """Record of what can be found from now on, and no longer; None: there is none."""
         self.num_cached_free_blocks = 0
         """Number of blocks without references whose content may be hit."""
+        self.num_lent = 0
+        """Number of blocks in use that are in no table: a reset does not wait for them."""
 
     def get_cached_block(self, query: PrefixQuery, index: int, group_id: int) -> KVCacheBlock | None:
         """Returns the block that holds block `index` of the query's request for group `group_id`, or None.
@@ -196,8 +198,8 @@ class BlockPool:
                 self._forget(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Drops everything cached. Returns False, and does nothing, while any block is in use."""
-        if self.get_num_free_blocks() != self.num_gpu_blocks - 1:
+        """Drops everything cached. Returns False, and does nothing, while any block is in use that is not lent."""
+        if self.get_num_free_blocks() != self.num_gpu_blocks - 1 - self.num_lent:
             return False
         changes, self.changes = self.changes, None
         self.evict_blocks(self.blocks)

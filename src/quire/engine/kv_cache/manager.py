@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.engine.kv_cache.block import (
     BlockContent,
@@ -14,6 +15,7 @@ from quire.engine.kv_cache.block import (
 )
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.group_manager import GroupManager, PrefixLookUp, make_group_manager
+from quire.engine.kv_cache.held import HeldBlocks
 from quire.engine.kv_cache.sizing import blocks_needed
 from quire.engine.request import Request
 from quire.wire.execution import BlockIds
@@ -35,6 +37,27 @@ class RequestBlocks:
     """Leading blocks that others may hit, or could have before a window dropped them."""
     last_content: BlockContent | None = None
     """Content of block `num_cached_blocks - 1`: the parent of the next."""
+
+
+class FullBlocks(NamedTuple):
+    """Blocks of a request that a step fills, or that it has filled."""
+
+    request: Request
+    start: int
+    """Index of the first."""
+    tables: tuple[list[KVCacheBlock], ...]
+    """The blocks, per group; null where a window has passed."""
+
+
+class LoadingBlocks(NamedTuple):
+    """Blocks of a load."""
+
+    hits: KVCacheBlocks
+    """Found in the prefix cache, before them."""
+    tables: tuple[list[KVCacheBlock], ...]
+    """To be written, per group; null where the token after them reads nothing."""
+    num_to_come: int
+    """Blocks that the request needs besides."""
 
 
 class KVCacheManager:
@@ -75,6 +98,10 @@ class KVCacheManager:
         self._windowed_groups = [group for group in self.groups if group.drops_blocks]
         self._look_up = PrefixLookUp(self.groups, self.block_pool, self.block_size)
         self._requests: dict[str, RequestBlocks] = {}
+        self.held = HeldBlocks(self.block_pool)
+        """Blocks of transfers: they are in no table."""
+        self.full_blocks: list[FullBlocks] | None = None
+        """Blocks that have become full since the list was last taken; None: nothing is noted."""
         self._metrics = metrics
         self._prefix_cache_stats = PrefixCacheStats() if log_stats else None
 
@@ -84,7 +111,8 @@ class KVCacheManager:
         return self.block_pool.get_usage()
 
     def count_blocks(self) -> tuple[int, int, int]:
-        """Returns the numbers of blocks held by requests, free with content that may be hit, and free without."""
+        """Returns the numbers of blocks held by requests or transfers, free with content that may be hit, and free
+        without."""
         pool = self.block_pool
         num_free = pool.get_num_free_blocks()
         num_cached = pool.num_cached_free_blocks
@@ -111,6 +139,7 @@ class KVCacheManager:
         *,
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
+        num_external_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """Allocates blocks for the next step of a request. Returns the new blocks, or None if too few are free.
 
@@ -120,6 +149,7 @@ class KVCacheManager:
 
         full_sequence_must_fit: admit only if every block the request will need for its present tokens is free.
         reserved_blocks: blocks that must stay free (the watermark), if any are taken at all.
+        num_external_tokens: tokens among the hits that were loaded for this admission, which are no hits of this cache.
 
         On None nothing has changed. Raises ValueError for no new tokens, or hits of another length or for an admitted
         request.
@@ -163,7 +193,7 @@ class KVCacheManager:
                 return None
 
         if is_admission:
-            self._admit(request, held, hits, num_hit_blocks)
+            self._admit(request, held, hits, num_hit_blocks, num_external_tokens)
         if dropped:
             self._drop_blocks(dropped)
         new_blocks = self._append_new_blocks(held, num_new_blocks) if num_new_blocks else self.empty_kv_cache_blocks
@@ -187,6 +217,55 @@ class KVCacheManager:
         columns = list(zip(*held.tables, strict=True))
         self.block_pool.free_blocks(block for column in reversed(columns) for block in column)
 
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def allocate_loading(
+        self, holder: Hashable, request: Request, hits: KVCacheBlocks, num_blocks: int, reserved_blocks: int = 0
+    ) -> LoadingBlocks | None:
+        """Takes blocks for a load of `num_blocks` after the hits of a waiting request. They cannot be hit.
+
+        Returns None, with nothing changed, unless blocks for all present tokens of the request are free beside
+        `reserved_blocks`. `holder` holds them, and the hits.
+        """
+        num_hits = len(hits.blocks[0])
+        end = (num_hits + num_blocks) * self.block_size
+        firsts = [max(num_hits, min(num_hits + num_blocks - 1, group.first_block_read(end))) for group in self.groups]
+        num_new = sum(num_hits + num_blocks - first for first in firsts)
+        needed = max(num_new, self._count_blocks_to_come(request, self.empty_kv_cache_blocks.blocks, hits.blocks))
+        num_idle = sum(block.ref_cnt == 0 for group in hits.blocks for block in group)
+        if needed + num_idle + reserved_blocks > self.block_pool.get_num_free_blocks():
+            return None
+        for group in hits.blocks:
+            self.block_pool.touch(group)
+        new, null = iter(self.block_pool.get_new_blocks(num_new)), self.block_pool.null_block
+        places = range(num_hits, num_hits + num_blocks)
+        tables = tuple([null if index < first else next(new) for index in places] for first in firsts)
+        columns = zip(*(hit + table for hit, table in zip(hits.blocks, tables, strict=True)), strict=True)
+        self.held.hold(holder, "loading", [block for column in columns for block in column])
+        return LoadingBlocks(hits, tables, needed - num_new)
+
+    def count_blocks_to_come(self, requests: Iterable[Request]) -> int:
+        """Returns how many more blocks running requests need for their present tokens, at most."""
+        size, count = self.block_size, 0
+        for request in requests:
+            count += max(0, -(-request.num_tokens // size) - self._requests[request.request_id].num_blocks)
+        return count * len(self.groups)
+
+    def accept_loaded(self, holder: Hashable, request: Request, loading: LoadingBlocks, num_verified: int) -> None:
+        """Makes the first `num_verified` blocks of a load available to others, and frees the rest.
+
+        The load has ended: nothing writes into its blocks any more. `holder` keeps what was accepted, and the hits.
+        """
+        hits, tables = loading.hits.blocks, loading.tables
+        parent = hits[0][-1].content if hits[0] else None
+        start = len(hits[0])
+        whole = [hit + table for hit, table in zip(hits, tables, strict=True)]
+        if num_verified:
+            places = range(start, start + num_verified)
+            self.block_pool.cache_full_blocks(request, whole, places, self.block_size, parent)
+        self.held.release(holder, only=[block for table in tables for block in table[num_verified:]])
+        self.held.change(holder, "loaded")
+
     def get_tables(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
         """Returns a request's own block tables, not to be kept or changed; none if it was not admitted."""
         held = self._requests.get(request_id)
@@ -203,7 +282,13 @@ class KVCacheManager:
         return tuple([block.block_id for block in table] for table in tables)
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached prefixes. Returns False, and does nothing, while any request holds blocks."""
+        """Drops all cached prefixes. Returns False, and does nothing, while any request holds blocks.
+
+        What transfers hold stays with them, and cannot be hit any more.
+        """
+        if any(held.num_blocks for held in self._requests.values()):
+            return False
+        self.block_pool.num_lent = self.held.count_blocks()
         if not self.block_pool.reset_prefix_cache():
             return False
         if self._prefix_cache_stats is not None:
@@ -236,6 +321,8 @@ class KVCacheManager:
                     raise IntegrityError(f"request {request_id} lost a block of full attention: {table}")
                 if any(block.block_hash is not None for block in table[held.num_cached_blocks :]):
                     raise IntegrityError(f"request {request_id} shares blocks that are not full: {table}")
+        for block in self.held.references():
+            references[block.block_id] += 1
         references[null.block_id] = 1
         self.block_pool.check_integrity(references)
 
@@ -274,6 +361,7 @@ class KVCacheManager:
         held: RequestBlocks,
         hits: Sequence[Sequence[KVCacheBlock]],
         num_hit_blocks: int,
+        num_external_tokens: int,
     ) -> None:
         self._requests[request.request_id] = held
         self._look_up.forget()
@@ -284,7 +372,7 @@ class KVCacheManager:
             held.num_blocks = held.num_hit_blocks = held.num_cached_blocks = num_hit_blocks
             held.last_content = hits[0][-1].content
         if self._prefix_cache_stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
-            num_hits = num_hit_blocks * self.block_size
+            num_hits = num_hit_blocks * self.block_size - num_external_tokens
             self._prefix_cache_stats.record(request.num_tokens, num_hits, preempted=request.num_preemptions > 0)
 
     def _append_new_blocks(self, held: RequestBlocks, num_new_blocks: int) -> KVCacheBlocks:
@@ -302,6 +390,11 @@ class KVCacheManager:
             held.last_content = self.block_pool.cache_full_blocks(
                 request, held.tables, range(held.num_cached_blocks, num_full), self.block_size, held.last_content
             )
+            if self.full_blocks is not None:
+                start = held.num_cached_blocks
+                self.full_blocks.append(
+                    FullBlocks(request, start, tuple(table[start:num_full] for table in held.tables))
+                )
             held.num_cached_blocks = num_full
 
     def _evict_uncomputed_blocks(self, request: Request, held: RequestBlocks, num_computed_blocks: int) -> None:

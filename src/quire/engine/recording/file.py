@@ -139,7 +139,7 @@ class RecordingWriter:
 class FileRecorder(Recorder):
     """Records an engine, as its configuration asks."""
 
-    def __init__(self, config: EngineConfig, sizes: KVCacheSizes) -> None:
+    def __init__(self, config: EngineConfig, sizes: KVCacheSizes, max_concurrent_steps: int = 1) -> None:
         """Raises ConfigError if the file cannot be written."""
         clock = time.monotonic()
         observability = config.observability_config
@@ -155,6 +155,7 @@ class FileRecorder(Recorder):
             enable_caching=config.cache_config.enable_prefix_caching,
             num_spec_tokens=0 if drafting is None else drafting.num_speculative_tokens,
             num_lookahead_tokens=0 if drafting is None else drafting.num_lookahead_tokens,
+            max_concurrent_steps=max_concurrent_steps,
             has_prompts=observability.record_prompts,
         )
         assert observability.record is not None

@@ -47,6 +47,7 @@ class Header(msgspec.Struct, kw_only=True):
     enable_caching: bool
     num_spec_tokens: int = 0
     num_lookahead_tokens: int = 0
+    max_concurrent_steps: int = 1
     incarnation: int = 0
     """Number of starts of the core before this one: each start makes a recording of its own."""
     has_prompts: bool = False

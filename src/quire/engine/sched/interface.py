@@ -10,13 +10,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.engine.request import Request, RequestStatus
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.stats import EngineSnapshot, SchedulerStats
+
+if TYPE_CHECKING:
+    from quire.engine.kv_cache.manager import KVCacheManager
+    from quire.engine.sched.exchange import NoExchange
 
 
 class PauseState(IntEnum):
@@ -78,6 +82,11 @@ class SchedulerInterface(ABC):
     """
 
     pause_state: PauseState = PauseState.UNPAUSED
+
+    def connect(self, make_exchange: Callable[[KVCacheManager], NoExchange]) -> NoExchange:
+        """Makes the exchange with stores outside the engine, before the first request, and returns it. Raises
+        ConfigError if this scheduler has no use for one."""
+        raise ConfigError(f"{type(self).__name__} cannot load blocks; leave the connector or --scheduler-cls out")
 
     @abstractmethod
     def add_request(self, request: Request) -> None:

@@ -131,11 +131,16 @@ def _apply_pooling_result(request: Request, result: ModelRunnerOutput) -> Engine
 def make_prefill_stats(request: Request) -> PrefillStats:
     """Returns where the prompt's tokens came from at the request's first admission: recomputation is not counted
     again."""
-    num_cached = min(max(request.report.num_cached_tokens, 0), request.num_prompt_tokens)
+    report, num_prompt = request.report, request.num_prompt_tokens
+    num_local = max(report.num_cached_tokens, 0) - report.num_external_tokens
+    num_cached = min(num_local + report.num_external_tokens, num_prompt)
+    num_local = min(num_local, num_cached)  # the start of what was cached
     return PrefillStats(
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=request.num_prompt_tokens - num_cached,
-        num_local_cached_tokens=num_cached,
+        num_prompt_tokens=num_prompt,
+        num_computed_tokens=num_prompt - num_cached,
+        num_local_cached_tokens=num_local,
+        num_external_cached_tokens=num_cached - num_local,
+        external_by_source={report.external_source: num_cached - num_local} if num_cached > num_local else {},
     )
 
 

@@ -191,8 +191,8 @@ class WaitingRequests:
             gate.note_left(request)
 
     def any_preempted(self) -> bool:
-        """Returns whether a preempted request waits here."""
-        return any(request.status is RequestStatus.PREEMPTED for request in self)
+        """Returns whether a request waits here that has run, be it for a load."""
+        return any(request.status is not RequestStatus.WAITING and request.num_preemptions for request in self)
 
     def __iter__(self) -> Iterator[Request]:
         return chain(self.ready, self.blocked)

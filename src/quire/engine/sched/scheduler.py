@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.config.engine import SchedulerConfig
-from quire.engine.kv_cache.block import KVCacheMetricsCollector
+from quire.engine.kv_cache.block import KVCacheBlocks, KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
+from quire.engine.sched.exchange import NO_EXCHANGE, NoExchange
 from quire.engine.sched.interface import AdmissionGate, PauseState, SchedulerInterface, StructuredOutputManager
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES, WaitingRequests
@@ -56,8 +57,11 @@ class Scheduler(SchedulerInterface):
         structured_output_manager: StructuredOutputManager | None = None,
         gates: Sequence[AdmissionGate] = (),
         drafts: DraftFitter | None = None,
+        max_concurrent_steps: int = 1,
+        sends_tokens: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`max_concurrent_steps`: most steps in flight. `sends_tokens`: to workers that do not sample."""
         metrics = None if kv_cache_metrics_sample is None else KVCacheMetricsCollector(kv_cache_metrics_sample)
         self.limits = SchedulerLimits.from_config(scheduler_config, max_model_len, kv_cache_config.num_blocks)
         self.kv_cache_manager = KVCacheManager(
@@ -79,10 +83,17 @@ class Scheduler(SchedulerInterface):
         self.running: list[Request] = []
         grammars = () if structured_output_manager is None else (structured_output_manager,)
         self.waiting = WaitingRequests(self.policy, (*grammars, *gates))
-        self._steps = StepsInFlight()
+        self.exchange: NoExchange = NO_EXCHANGE
+        """Stores outside the engine. `connect` sets another."""
+        self._steps = StepsInFlight(max_concurrent_steps, sends_tokens=sends_tokens)
         self._outputs = OutputCollector(max_model_len, include_finished_set, drafts)
         self._num_recomputed_tokens = 0
         """Tokens computed again after preemptions, since the last statistics."""
+
+    def connect(self, make_exchange: Callable[[KVCacheManager], NoExchange]) -> NoExchange:
+        self.exchange = exchange = make_exchange(self.kv_cache_manager)
+        self.waiting.gates = (*self.waiting.gates, *exchange.gates)
+        return exchange
 
     # -- coming ------------------------------------------------------------------------------------------------
 
@@ -102,17 +113,23 @@ class Scheduler(SchedulerInterface):
             self.finish_requests(request.request_id, stop.status, report=True)
             return
         self._record(request, EngineCoreEventType.QUEUED, self.clock())
+        self.exchange.on_new_request(request)
         self.waiting.add(request)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        step = StepBuilder(self.limits.max_num_scheduled_tokens, self.clock())
+        self.exchange.begin_round()
+        limits = self.limits
+        num_reqs = min(limits.max_num_seqs, len(self.running) + len(self.waiting.ready))
+        step = self._steps.begin(limits.max_num_scheduled_tokens, self.clock(), num_reqs)
         if self.pause_state is not PauseState.PAUSED_ALL and self._schedule_running(step):
             self._schedule_waiting(step)
         if self.drafts is not None:
             self._schedule_drafts(step, self.drafts)
-        return self._steps.send(step)
+        output = self._steps.send(step)
+        self.exchange.on_sent(output)
+        return output
 
     def _schedule_running(self, step: StepBuilder) -> bool:
         """Schedules running requests. Returns False if any was preempted: no other request may take its blocks then."""
@@ -121,7 +138,7 @@ class Scheduler(SchedulerInterface):
         no_blocks = self.kv_cache_manager.empty_kv_cache_blocks
         any_preempted = False
         index = 0
-        while index < len(running) and step.token_budget > 0:
+        while index < len(running) and step.has_room:
             request = running[index]
             index += 1
             num_new = request.num_tokens - request.num_computed_tokens
@@ -129,6 +146,8 @@ class Scheduler(SchedulerInterface):
                 continue  # all its tokens are in flight, perhaps with drafts
             num_new = cap_chunk(num_new, step.token_budget)
             new_blocks = allocate_slots(request, num_new)
+            while new_blocks is None and self.exchange.make_room(request):
+                new_blocks = allocate_slots(request, num_new)
             while new_blocks is None:
                 any_preempted = True
                 victim_index = self.policy.choose_victim(running)
@@ -146,17 +165,25 @@ class Scheduler(SchedulerInterface):
     def _schedule_waiting(self, step: StepBuilder) -> None:
         """Admits requests from the head of the queue, until one does not fit."""
         self.waiting.unblock(self._steps.get_preempted(), self.pause_state)
-        while step.token_budget > 0 and len(self.running) < self.limits.max_num_seqs:
+        while step.has_room and len(self.running) < self.limits.max_num_seqs:
             request = self._next_waiting()
             if request is None:
                 break
-            admission = self._plan_admission(request, step.token_budget)
+            hits = self.kv_cache_manager.get_computed_blocks(request)
+            if self.exchange.begins_load(request, *hits, self.running, self._reserve()):
+                continue
+            admission = self._plan_admission(request, *hits, step.token_budget)
             if admission is None or not self._start(request, admission, step):
                 break
 
-    def _plan_admission(self, request: Request, token_budget: int) -> Admission | None:
+    def _reserve(self) -> int:
+        """Returns the blocks that an admission must leave free."""
+        return self.limits.watermark_blocks if self.running else 0
+
+    def _plan_admission(
+        self, request: Request, cached_blocks: KVCacheBlocks, num_hits: int, token_budget: int
+    ) -> Admission | None:
         """Returns None if the request must wait for a step with a larger budget. Changes nothing."""
-        cached_blocks, num_hits = self.kv_cache_manager.get_computed_blocks(request)
         num_cached = request.num_computed_tokens + num_hits
         num_missing = request.num_tokens - num_cached
         num_new = self.limits.cap_chunk(num_missing, token_budget)
@@ -166,23 +193,31 @@ class Scheduler(SchedulerInterface):
 
     def _start(self, request: Request, admission: Admission, step: StepBuilder) -> bool:
         """Runs the head of the queue as planned. Returns False if it must wait for blocks."""
-        # A request that is alone must get all of its blocks, whatever the settings: one that can only start would
-        # preempt itself for ever. All blocks are free then, so one that does not fit never will.
-        alone = not self.running
-        new_blocks = self.kv_cache_manager.allocate_slots(
-            request,
-            admission.num_new,
-            admission.num_hits,
-            admission.cached_blocks,
-            full_sequence_must_fit=self.limits.reserve_full_isl or alone,
-            reserved_blocks=0 if alone else self.limits.watermark_blocks,
-        )
-        if new_blocks is None:
-            if alone:
-                self._fail(request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache"))
-            return alone
+        # Where none runs, a request must get all of its blocks, whatever the settings: one that can only start would
+        # preempt itself for ever. All blocks are free then, but those of transfers.
+        is_first, exchange = not self.running, self.exchange
+        num_external = exchange.count_external(request, admission.num_hits)
+        new_blocks = None
+        while new_blocks is None:
+            new_blocks = self.kv_cache_manager.allocate_slots(
+                request,
+                admission.num_new,
+                admission.num_hits,
+                admission.cached_blocks,
+                full_sequence_must_fit=self.limits.reserve_full_isl or is_first,
+                reserved_blocks=self._reserve(),
+                num_external_tokens=num_external,
+            )
+            if new_blocks is None and not exchange.make_room(request):
+                is_alone = is_first and not exchange.await_room(request)
+                if is_alone:  # no block will come back
+                    self._fail(
+                        request, GenerationError(f"its {request.num_tokens} tokens do not fit into the KV cache")
+                    )
+                return is_alone
         self.waiting.pop()
-        self._num_recomputed_tokens += request.start(admission.num_cached)
+        exchange.note_started(request, admission.num_hits, num_external)
+        self._num_recomputed_tokens += request.start(admission.num_cached, num_external)
         self._record(request, EngineCoreEventType.SCHEDULED, step.timestamp)
         self.running.append(request)
         step.add_new(request, admission.num_new, self.kv_cache_manager.get_block_ids(request.request_id))
@@ -274,6 +309,7 @@ class Scheduler(SchedulerInterface):
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         requests = self._steps.receive(scheduler_output)
+        self.exchange.on_received(scheduler_output)
         ended = self._outputs.add_result(requests, scheduler_output, model_output)
         if ended:
             self._release(ended)
@@ -290,6 +326,7 @@ class Scheduler(SchedulerInterface):
         # Blocks are registered for reuse when they are scheduled, so the prefix cache may promise now what was never
         # computed: it is dropped, too.
         num_drafts = self._steps.abandon()
+        self.exchange.on_abandoned()
         if self.drafts is not None:
             self.drafts.drop(num_drafts, "abandoned")
         self.reset_prefix_cache(reset_running_requests=True)
@@ -351,7 +388,7 @@ class Scheduler(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def has_requests(self) -> bool:
-        if self._steps.finished_req_ids:  # whose ids are to be sent to the worker, and perhaps to clients
+        if self._steps.finished_req_ids or self.exchange.has_news:  # ids and orders to send, transfers to take in
             return True
         match self.pause_state:
             case PauseState.UNPAUSED:
@@ -363,7 +400,7 @@ class Scheduler(SchedulerInterface):
 
     def is_blocked(self) -> bool:
         steps = self._steps
-        if self.running or steps.finished_req_ids or steps.preempted_req_ids:
+        if self.running or steps.finished_req_ids or steps.preempted_req_ids or self.exchange.has_news:
             return False
         if self.pause_state is not PauseState.UNPAUSED:
             return False
@@ -374,6 +411,10 @@ class Scheduler(SchedulerInterface):
             timestamp = self.clock()
             while self.running:
                 self._preempt(self.running.pop(), timestamp)
+        elif self.running:
+            return self.kv_cache_manager.reset_prefix_cache()
+        if not self.exchange.let_go(loads_too=reset_running_requests):
+            return False
         return self.kv_cache_manager.reset_prefix_cache()
 
     def make_stats(self) -> SchedulerStats | None:
@@ -426,6 +467,7 @@ class Scheduler(SchedulerInterface):
             blocks=make_block_map(self.kv_cache_manager.block_pool),
             requests=requests,
             num_left_out=len(self.requests) - len(requests),
+            held_blocks={str(state): number for state, number in self.kv_cache_manager.held.count().items()},
         )
 
     def _record(self, request: Request, event_type: EngineCoreEventType, timestamp: float) -> None:
@@ -433,4 +475,4 @@ class Scheduler(SchedulerInterface):
             request.report.record_event(event_type, timestamp)
 
     def shutdown(self) -> None:
-        """Does nothing: the scheduler has no resources of its own."""
+        self.exchange.shutdown()

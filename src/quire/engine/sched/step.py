@@ -94,8 +94,12 @@ class StepBuilder:
     `num_computed_tokens` advances as soon as it is added: it counts what is in flight.
     """
 
-    def __init__(self, token_budget: int, timestamp: float) -> None:
+    def __init__(
+        self, token_budget: int, timestamp: float, *, max_num_reqs: int | None = None, sends_tokens: bool = False
+    ) -> None:
+        """`max_num_reqs`: most requests; None: no limit. `sends_tokens`: to workers that do not sample."""
         self.token_budget = token_budget
+        self._max_num_reqs, self._sends_tokens = max_num_reqs, sends_tokens
         self.timestamp = timestamp
         """Time of the step on the engine's clock."""
         self.requests: list[Request] = []
@@ -104,14 +108,21 @@ class StepBuilder:
         self.cached_reqs = CachedRequestData()
         self.spec_token_ids: dict[str, list[int]] = {}
 
+    @property
+    def has_room(self) -> bool:
+        """True if another request may be added."""
+        return self.token_budget > 0 and (self._max_num_reqs is None or len(self.requests) < self._max_num_reqs)
+
     def add_running(self, request: Request, num_tokens: int, new_block_ids: BlockIds | None) -> None:
         """Adds `num_tokens` of a request that the worker knows."""
         cached = self.cached_reqs
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append(new_block_ids)
         cached.num_computed_tokens.append(request.num_computed_tokens)
-        if request.unsent_token_ids:
-            cached.new_token_ids[request.request_id] = request.unsent_token_ids
+        if request.unsent_token_ids or self._sends_tokens:
+            first = max(request.num_computed_tokens, request.num_prompt_tokens)
+            if token_ids := request.all_token_ids[first:]:
+                cached.new_token_ids[request.request_id] = token_ids
             request.unsent_token_ids = []
         self._add(request, num_tokens)
 
@@ -177,10 +188,18 @@ class StepBuilder:
 class StepsInFlight:
     """Steps whose results are not known, oldest first, and ids to send to the worker with the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_steps: int = 1, *, sends_tokens: bool = False) -> None:
+        """`max_num_steps`: most steps at once, among which requests are divided. `sends_tokens`: to workers that do not
+        sample."""
+        self._max_num_steps, self._sends_tokens = max_num_steps, sends_tokens
         self.finished_req_ids: set[str] = set()
         self.preempted_req_ids: set[str] = set()
         self._steps: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+
+    def begin(self, token_budget: int, timestamp: float, num_reqs: int) -> StepBuilder:
+        """Returns the next step, which is still empty. `num_reqs`: requests that could be in it."""
+        share = None if self._max_num_steps == 1 else max(1, -(-num_reqs // self._max_num_steps))
+        return StepBuilder(token_budget, timestamp, max_num_reqs=share, sends_tokens=self._sends_tokens)
 
     def send(self, step: StepBuilder) -> SchedulerOutput:
         """Completes a step and adds it to those in flight."""

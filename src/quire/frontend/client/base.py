@@ -164,8 +164,10 @@ def _make_client(
 ) -> Any:
     if multiprocess is None:
         multiprocess = addresses is not None or envs.ENABLE_MULTIPROCESSING.flag()
-    num_engines = config.parallel_config.num_local_engines
-    if num_engines > 1 and not multiprocess:
+    if config.parallel_config.headless:
+        raise ConfigError("--headless runs engines of a server on another machine: quire serve --headless")
+    num_engines = config.parallel_config.num_engines
+    if (num_engines > 1 or config.parallel_config.num_remote_engines) and not multiprocess:
         raise ConfigError(
             f"--data-parallel-size {num_engines}: several engines need processes of their own; unset "
             f"{envs.ENABLE_MULTIPROCESSING.name}"

@@ -15,6 +15,7 @@ import msgspec
 from quire.errors import ClientError, NotFoundError, ServerError, ValidationError
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.mp import AsyncMPClient
+from quire.frontend.supervision.nodes import RemoteEngine
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -41,6 +42,8 @@ class EngineStatus(msgspec.Struct):
     restarts: dict[str, int] = {}
     """Restarts by cause; those that an operator asked for are not among them."""
     num_gpu_blocks: int = 0
+    host: str = ""
+    """Machine it is on; empty for this one, or while it is on none."""
 
 
 class DPAsyncMPClient(AsyncMPClient):
@@ -51,7 +54,7 @@ class DPAsyncMPClient(AsyncMPClient):
         links, set_ = self._link_thread.links.links, self._link_thread.links
         statuses = []
         for engine, link in links.items():
-            supervisor = self.resources.supervisors.get(engine)
+            supervisor = self.resources.supervisor_of(engine)
             ready = link.ready_response
             statuses.append(
                 EngineStatus(
@@ -63,6 +66,7 @@ class DPAsyncMPClient(AsyncMPClient):
                     None if supervisor is None else supervisor.core_pid,
                     {} if supervisor is None else dict(supervisor.restarts),
                     0 if ready is None else ready.num_gpu_blocks,
+                    (supervisor.host or "") if isinstance(supervisor, RemoteEngine) else "",
                 )
             )
         return statuses
@@ -108,17 +112,24 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         """Restarts all engines, one after the other. Raises as `restart_engine`: a failed start ends the roll."""
         async with self._one_operation():
             for engine in sorted(self._link_thread.links.links):
-                await self._restart(engine, mode, timeout_s)
+                supervisor = self.resources.supervisor_of(engine)
+                if not (isinstance(supervisor, RemoteEngine) and supervisor.host is None):  # there is none to restart
+                    await self._restart(engine, mode, timeout_s)
 
     async def _restart(self, engine: int, mode: DrainMode, timeout_s: float) -> None:
         self._check_engine(engine)
-        links, supervisor = self._link_thread.links, self.resources.supervisors[engine]
+        links, supervisor = self._link_thread.links, self.resources.supervisor_of(engine)
+        assert supervisor is not None  # there is such an engine
+        if isinstance(supervisor, RemoteEngine) and supervisor.host is None:
+            raise ClientError(f"engine {engine} is on a machine that is out of reach: start it there")
         link = links.links[engine]
         if len(links.links) > 1 and link.state is LinkState.UP:
             await self.drain_engine(engine, mode, timeout_s)
-        before = supervisor.incarnation
+        before = self._incarnation_of(engine)
         try:
             supervisor.ask_restart()
+            if self.resources.nodes is not None:
+                self.resources.nodes.tell()
 
             def is_back() -> bool:
                 if link.state is LinkState.GONE:
@@ -146,8 +157,8 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             )
         if self.resources.launcher is None or not self.resources.launcher.may_scale:
             raise ClientError(
-                "this server has a part of the engines (--data-parallel-hybrid-lb): their number is fixed; start "
-                "another server, or end one"
+                "this server has a part of the engines (--data-parallel-hybrid-lb), or some are on other machines: "
+                "their number is fixed; start another server or machine, or end one"
             )
         async with self._one_operation():
             self.is_scaling = True
@@ -164,6 +175,8 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._check_engine(engine)
         if len(self._link_thread.links.links) == 1:
             raise ClientError(f"engine {engine} is the last one: end the server instead")
+        if engine not in self.resources.supervisors:
+            raise ClientError(f"engine {engine} is on another machine: end it there")
         async with self._one_operation():
             await self._remove_engine(engine)
 
@@ -188,8 +201,10 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             raise
         launcher.pin(supervisor, self.ready_response.max_model_len, self.engine_responses[engine])
 
-    async def _remove_engine(self, engine: int) -> None:
+    async def _remove_engine(self, engine: int, timeout_s: float = 120.0) -> None:
         links, supervisor = self._link_thread.links, self.resources.supervisors[engine]
+        await self._ask(lambda: links.drain(engine, moves=True))
+        await self._wait(lambda: links.can_empty(engine), timeout_s, f"engine {engine} has streams no other can take")
         await self._ask(lambda: links.remove_engine(engine))
         supervisor.stop()
         await asyncio.to_thread(supervisor.join, supervisor.end_timeout_s)

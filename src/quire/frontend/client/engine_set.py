@@ -16,7 +16,7 @@ theirs is gone for good.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Literal
 
 from quire.frontend.client.control_calls import Answer
@@ -27,7 +27,12 @@ from quire.frontend.routing.router import Router
 from quire.frontend.supervision.journal import JournalEntry
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.logger import init_logger
-from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.engine_core import (
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
 from quire.wire.stats import SchedulerStats
 from quire.wire.utility import UTILITIES
 
@@ -50,6 +55,8 @@ class _Member:
         self.link = link
         self.is_draining = False
         """True: it gets no requests."""
+        self.is_away = False
+        """True: it is on a machine that is out of reach."""
         self.was_up = False
         self.down_since: float | None = now
         """Time of its death, or of its first start; None while it is up."""
@@ -57,12 +64,20 @@ class _Member:
         """Seconds its last start took; 0: unknown."""
         self.stats: SchedulerStats | None = None
 
+    @property
+    def numerics(self) -> str:
+        """The `numerics_id` of its last core."""
+        ready = self.link.ready_response
+        return "" if ready is None else ready.numerics_id
+
 
 class EngineSet:
     """The engines of one client. Single-threaded. Take `messages`, `deliveries` and `answers` after each call.
 
     `counts` has the sums of the links' counts, and "moved_requests", "moved_tokens" (computed again for requests that
-    had output), "moves.ENGINE.REASON".
+    had output), "foreign_moves" (to an engine that computes other bits), "moves.ENGINE.REASON".
+
+    A request that has output moves to an engine of the same `numerics_id` only, unless `reroutes_any` is set.
     """
 
     def __init__(
@@ -73,8 +88,11 @@ class EngineSet:
         reroute: Reroute = "auto",
         clock: Callable[[], float] = lambda: 0.0,
         first_engine: int = 0,
+        remote_engines: Container[int] = (),
+        reroutes_any: bool = False,
     ) -> None:
-        """Engine `first_engine + i` has `links[i]`. `clock` is only used to learn how long an engine takes to start."""
+        """Engine `first_engine + i` has `links[i]`. `clock` is only used to learn how long an engine takes to start.
+        `remote_engines` are out of reach until `regain`."""
         self.messages: list[tuple[int, Message]] = []
         self.deliveries: list[EngineCoreOutputs] = []
         self.answers: list[Answer] = []
@@ -86,8 +104,12 @@ class EngineSet:
         self._counts: Counter[str] = Counter()
         """Counts of the set itself, and those of links that were removed."""
         self._is_closing = False
+        self._reroutes_any = reroutes_any
+        self.least_model_len = 0
+        """Context length that clients were promised: an engine on another machine with less is left out."""
         for index, link in enumerate(links, start=first_engine):
-            self._members[index] = _Member(index, link, clock())
+            self._members[index] = member = _Member(index, link, clock())
+            member.is_away = index in remote_engines
 
     # -- the face of a link -------------------------------------------------------------------------------------------
 
@@ -175,7 +197,7 @@ class EngineSet:
         """Calls a control verb of all engines; one that changes nothing, of those that are up. Returns the id that the
         joint answer will have."""
         call = self._calls.begin(method, args)
-        members = list(self._members.values())
+        members = [member for member in self._members.values() if not member.is_away] or list(self._members.values())
         spec = UTILITIES.get(method)
         if not call.is_remembered and spec is not None and spec.is_repeatable:
             members = [member for member in members if member.link.state is LinkState.UP] or members
@@ -190,8 +212,17 @@ class EngineSet:
     def on_ready(self, index: int, ready: EngineCoreReadyResponse) -> None:
         """Handles the connection of an engine."""
         member = self._members.get(index)
-        if member is None:
+        if member is None or member.is_away:
             self._counts["stale"] += 1
+            return
+        if ready.max_model_len < self.least_model_len:
+            logger.error(
+                "engine %d is left out: it has a context of %d tokens, and clients were promised %d; give "
+                "--max-model-len on every machine",
+                index,
+                ready.max_model_len,
+                self.least_model_len,
+            )
             return
         member.link.on_ready(ready)
         if member.link.ready_response is ready:
@@ -249,6 +280,41 @@ class EngineSet:
         if self._reroute == "auto" and len(self._members) > 1 and member.link.state is not LinkState.GONE:
             self._move_from(member, death.cause)
 
+    def lose(self, index: int, why: str) -> None:
+        """Handles that the machine of an engine is out of reach, or that its engine is: its core may live on. All its
+        requests go on at others, if there are any; without one they wait."""
+        member = self._members.get(index)
+        if member is None or member.is_away:
+            return
+        member.is_away, member.is_draining, member.restart_s = True, False, 0.0
+        self.answers += self._calls.forget_engine(index)
+        member.link.cut(CoreDeath("lost", why))
+        self._note_lost(member)
+
+    def _note_lost(self, member: _Member) -> None:
+        if member.down_since is None:
+            member.down_since = self._clock()
+        self.router.close_engine(member.index)
+        self._settle(member)
+        if self._reroute == "auto" and self._targets(member):
+            self._empty(member, "lost")
+
+    def regain(self, index: int) -> None:
+        """Handles that the machine of an engine is in reach: its core, if it lives, begins again; it is brought into
+        the state of the others before it gets requests."""
+        member = self._members.get(index)
+        if member is None or not member.is_away:
+            return
+        others = [m for m in self._members.values() if m is not member and m.link.ready_response is not None]
+        others.sort(key=lambda other: other.is_away)
+        if others:
+            member.link.inherit_calls(others[0].link)
+        member.is_away = False
+        for call in self._calls.get_remembered():
+            self._calls.note_sent(call, index, member.link.call_utility(call.method, call.args))
+        self._settle(member)
+        self.messages.append((index, Message(EngineCoreRequestType.GREET, None)))
+
     def on_gone(self, index: int, reason: str) -> None:
         """Handles that no incarnation of an engine will come any more. Its requests move, or fail with the reason."""
         member = self._members.get(index)
@@ -257,6 +323,8 @@ class EngineSet:
         others = [other for other in self._members.values() if other is not member and not _is_gone(other)]
         if others and self._reroute != "never" and not self._is_closing:
             self._empty(member, "gone")
+            if member.link.num_live_requests:
+                reason += "; no other engine computes the same numbers (--reroute-any-numerics moves streams anyway)"
         member.link.on_gone(reason)
         self._settle(member)
         if others:
@@ -319,20 +387,28 @@ class EngineSet:
             member.is_draining = False
             self._gather(member)
 
+    def can_empty(self, index: int) -> bool:
+        """Returns whether all that an engine has may go on at others."""
+        member = self._members[index]
+        entries = [entry for part in member.link.get_entries() for entry in part if entry.has_output]
+        return not entries or bool(self._candidates(apart_from=member, like=member))
+
     def is_draining(self, index: int) -> bool:
         """Returns True for an engine that gets no requests."""
         return self._members[index].is_draining
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
-    def _candidates(self, apart_from: _Member | None = None) -> list[int]:
+    def _candidates(self, apart_from: _Member | None = None, like: _Member | None = None) -> list[int]:
         """Returns the engines that a request may go to: the best of those that work on requests, those that will, and
-        those that might."""
-        members = [member for member in self._members.values() if member is not apart_from]
+        those that might. `like`: those that compute what this one does; there may be none."""
+        members = [
+            m for m in self._members.values() if m is not apart_from and (like is None or self._is_like(m, like))
+        ]
         ranks: list[Callable[[_Member], bool]] = [
             lambda m: m.link.is_open and not m.is_draining,
             lambda m: m.link.state is LinkState.UP and not m.is_draining,
-            lambda m: not _is_gone(m) and not m.is_draining,
+            lambda m: not _is_gone(m) and not m.is_draining and not m.is_away,
             lambda m: not _is_gone(m),
         ]
         for is_fit in ranks:
@@ -340,19 +416,28 @@ class EngineSet:
                 return fit
         return [member.index for member in members]
 
-    def _targets(self, source: _Member) -> list[int]:
-        """Returns the engines that could work now on what `source` gives up."""
+    def _is_like(self, member: _Member, other: _Member) -> bool:
+        """Returns whether an engine may go on with streams that another has begun."""
+        return self._reroutes_any or member.numerics == other.numerics
+
+    def _targets(self, source: _Member, *, with_output: bool = False) -> list[int]:
+        """Returns the engines that could work now on what `source` gives up. `with_output`: on streams, too."""
         return [
             member.index
             for member in self._members.values()
-            if member is not source and member.link.is_open and not member.is_draining
+            if member is not source
+            and member.link.is_open
+            and not member.is_draining
+            and (not with_output or self._is_like(member, source))
         ]
 
     def _move_from(self, source: _Member, reason: MoveReason) -> None:
         """Moves the requests of an engine, but for its suspects, to engines that work on them now. Without such engines
         they stay, and move when there is one."""
         _, entries = source.link.get_entries()
-        if not entries or not self._targets(source):
+        if not self._targets(source, with_output=True):
+            entries = [entry for entry in entries if not entry.has_output and self._targets(source)]
+        if not entries:
             return
         if reason not in ("drain", "gone"):
             entries = [entry for entry in entries if self._is_worth_moving(source, entry)]
@@ -363,21 +448,26 @@ class EngineSet:
         if not source.restart_s:
             return True
         num_tokens = len(entry.request.prompt_token_ids or ()) + len(entry.output_token_ids)
-        wait = min(self.router.predict_wait(index, num_tokens) for index in self._targets(source))
+        targets = self._targets(source, with_output=entry.has_output)
+        wait = min(self.router.predict_wait(index, num_tokens) for index in targets)
         own = self.router.predict_wait(source.index, num_tokens)  # it computes everything again, too
         return wait < source.restart_s + own
 
     def _move(self, source: _Member, entries: list[JournalEntry], reason: MoveReason) -> None:
+        like = self._candidates(apart_from=source, like=source)
+        entries = [entry for entry in entries if like or not entry.has_output]
         if not entries:
             return
         source.link.release(entries)
         num_tokens = 0
+        candidates = self._candidates(apart_from=source)
         for entry in entries:
             self.router.remove(entry.request_id)
-            candidates = self._candidates(apart_from=source)
-            target = self._members[self.router.place(entry.request, candidates, len(entry.output_token_ids))]
+            choice = like if entry.has_output else candidates
+            target = self._members[self.router.place(entry.request, choice, len(entry.output_token_ids))]
             if entry.has_output:
                 num_tokens += len(entry.request.prompt_token_ids or ()) + len(entry.output_token_ids)
+                self._counts["foreign_moves"] += target.numerics != source.numerics
             target.link.adopt([entry])
             self._settle(target)
         self._counts["moved_requests"] += len(entries)
@@ -391,9 +481,10 @@ class EngineSet:
         its other requests up for that, if there is a third one."""
         suspects, entries = source.link.get_entries()
         self._move(source, entries, reason)
-        if not suspects:
+        has_output = any(entry.has_output for entry in suspects)
+        candidates = self._candidates(apart_from=source, like=source if has_output else None)
+        if not suspects or not candidates:
             return
-        candidates = self._candidates(apart_from=source)
         target = self._members[min(candidates, key=self.router.num_requests)]
         if any(index != target.index for index in self._targets(source)):
             self._move_from(target, "drain")

@@ -6,21 +6,54 @@ more engine needs no further socket of the client, only a handshake of its own.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import zmq
 
 from quire import envs
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, describe_engine
+from quire.config.parallel import ParallelConfig
 from quire.config.server import encode_config
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
+from quire.frontend.client.coordinator_link import CoordinatorLink
 from quire.frontend.client.link_thread import LinkThread
-from quire.frontend.supervision.launch import CoreLaunch
+from quire.frontend.supervision.coordinator_launch import CoordinatorPlan, CoordinatorSupervisor
+from quire.frontend.supervision.launch import CoreLaunch, pin_config
+from quire.frontend.supervision.nodes import FAREWELL_MS, NodeListener, NodeTable, Served
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.frontend.supervision.supervisor import CoreSupervisor
+from quire.logger import init_logger
+from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreReadyResponse
-from quire.wire.handshake import ClientAddresses, EngineZmqAddresses
-from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bound_address, make_zmq_socket
+from quire.wire.handshake import ClientAddresses, CoordinatorAddresses, EngineZmqAddresses
+from quire.wire.nodes import derive_keys, network_addresses, read_fleet_key
+from quire.wire.shared_memory import make_group_file
+from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
+
+logger = init_logger(__name__)
+
+
+GROUP_FILE = "group"
+ACTOR_MANAGER = "quire.on_ray.manager:CoreEngineActorManager"
+
+
+class ActorManager(Protocol):
+    """The thread that keeps engines as actors of Ray."""
+
+    def start(self) -> None:
+        """Starts it."""
+
+    def stop(self) -> None:
+        """Asks it to end the actors and itself. From any thread."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for its end."""
+
+    def is_alive(self) -> bool:
+        """Returns whether it runs."""
 
 
 class EngineLauncher:
@@ -36,9 +69,15 @@ class EngineLauncher:
         client_count: int = 1,
     ) -> None:
         """Raises ConfigError for sockets that cannot be."""
-        self._host = config.parallel_config.engine_host
+        parallel = config.parallel_config
+        self._host = parallel.engine_host
         if self._host is not None and client_count > 1:
             raise ConfigError(f"--engine-host {self._host}: an engine core that is reached over TCP has one client")
+        if parallel.num_remote_engines and client_count > 1:
+            raise ConfigError(
+                f"--api-server-count {client_count - 1}: engines on other machines (--data-parallel-size-local "
+                f"{parallel.num_local_engines} of {parallel.data_parallel_size}) have one client; leave it out"
+            )
         self._config, self._context, self._directory, self._log_stats = config, context, directory, log_stats
         self._pinned = config
         """Configuration of later cores of an engine, and of further engines."""
@@ -55,10 +94,108 @@ class EngineLauncher:
             [bound_address(self.input_socket), *(other.input_address for other in others)],
             [bound_address(self.output_socket), *(other.output_address for other in others)],
         )
+        self.coordinator: CoordinatorSupervisor | None = None
+        """Set by `start_coordinator`, for engines that step together."""
+        self._fleet_key = b""
+        self._nodes: zmq.Socket[Any] | None = None
+        if parallel.num_remote_engines:
+            try:
+                self._nodes = self._open_to_nodes(parallel)
+            except BaseException:
+                self.input_socket.close(linger=0)  # else the end of the context would wait for them
+                self.output_socket.close(linger=0)
+                raise
+
+    def start_coordinator(self, on_gone: Callable[[QuireError], None]) -> CoordinatorLink:
+        """Starts the coordinator of engines that step together, and waits for it. Returns our connection to it. Raises
+        EngineDeadError if it cannot be started."""
+        front, back, intake = (
+            f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(f"coordinator-{name}")
+            for name in ("front", "back", "intake")
+        )
+        plan = CoordinatorPlan(
+            CoordinatorAddresses(front, back, intake), self._config.parallel_config.data_parallel_size, self._ours
+        )
+        self.coordinator = CoordinatorSupervisor(plan, self._config.lifecycle_config, on_gone)
+        self.coordinator.start()
+        try:
+            bound = self.coordinator.addresses.result()
+        except BaseException:
+            self.input_socket.close(linger=0)
+            self.output_socket.close(linger=0)
+            raise
+        self._addresses.coordinator_input, self._addresses.coordinator_output = bound.back, bound.intake
+        self._addresses.frontend_stats_publish_address = bound.front
+        make_group_file(self._directory.path / GROUP_FILE)
+        return CoordinatorLink(self._context, bound.front, self._the_cores)
+
+    def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
+        """Lets cores of other machines connect to the sockets that those of this one use. Returns the socket of the
+        machines themselves. Raises ConfigError for a key or an address that cannot be used."""
+        self._fleet_key = secrets.token_bytes(32) if parallel.fleet_key is None else read_fleet_key(parallel.fleet_key)
+        ours, _ = derive_keys(self._fleet_key, parallel.engine_link_timeout_s)
+        self.door = CurveDoor(self._context, [ours.peer_public])
+        anywhere = "0.0.0.0" if parallel.is_on_ray else parallel.master_addr  # with a key, on all of them
+        host = find_own_address(parallel.data_parallel_address or anywhere)
+        own, inputs, outputs = network_addresses(host, parallel.data_parallel_rpc_port)
+        bind_network(self.input_socket, inputs, ours)
+        bind_network(self.output_socket, outputs, ours)
+        try:
+            return make_zmq_socket(self._context, own, zmq.ROUTER, bind=True, linger_ms=FAREWELL_MS, curve=ours)
+        except zmq.ZMQError as e:
+            raise ConfigError(f"{own} cannot be listened on: {e}") from e
+
+    def make_node_listener(self, thread: LinkThread) -> NodeListener | None:
+        """Returns the thread that speaks with other machines, not started; None if there are to be none."""
+        parallel = self._config.parallel_config
+        if self._nodes is None:
+            return None
+
+        def look(engine: int) -> Served:
+            link = thread.links.links[engine]
+            ready = link.ready_response
+            connected, num_blocks = (-1, 0) if ready is None else (ready.incarnation, ready.num_gpu_blocks)
+            return Served(link.is_needed, connected, num_blocks)
+
+        table = NodeTable(
+            parallel.remote_engines,
+            parallel.data_parallel_size,
+            describe_engine(self._config),
+            parallel.engine_link_timeout_s,
+            _RemoteReports(thread),
+            look,
+        )
+        logger.info(
+            "engines %s are expected from other machines, at %s",
+            ", ".join(map(str, parallel.remote_engines)),
+            bound_address(self._nodes),
+        )
+        return NodeListener(table, self._nodes)
 
     def _bind(self, name: str, socket_type: int) -> zmq.Socket[Any]:
         address = f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(name)
         return make_zmq_socket(self._context, address, socket_type, bind=True, curve=self._ours)
+
+    def make_actor_manager(self, thread: LinkThread) -> ActorManager | None:
+        """Returns the thread that keeps engines as actors, not started; None where Ray has none of them.
+
+        Raises ConfigError if Ray is not installed, or has no room.
+        """
+        if not self._config.parallel_config.is_on_ray:
+            return None
+        try:
+            make = resolve(ACTOR_MANAGER)
+        except ImportError as e:
+            raise ConfigError(
+                f"--data-parallel-backend ray: Ray cannot be imported ({e}); pip install 'quire[ray]', or use mp"
+            ) from e
+        made: ActorManager = make(
+            self._config,
+            self._fleet_key,
+            on_failed=lambda error: thread.post(lambda: thread.fail(error)),
+            has_served=lambda engine: thread.links.links[engine].ready_response is not None,
+        )
+        return made
 
     def make_supervisor(self, engine: int, thread: LinkThread) -> CoreSupervisor:
         """Returns the supervisor of an engine, not started. It reports to `thread`."""
@@ -71,8 +208,9 @@ class EngineLauncher:
             envs.ENGINE_READY_TIMEOUT_S.number(),
             self._the_cores,
             engine_index=engine,
-            is_one_of_several=config.parallel_config.num_local_engines > 1,
+            is_one_of_several=config.parallel_config.num_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
+            group_file=None if self.coordinator is None else str(self._directory.path / GROUP_FILE),
         )
 
         def is_needed() -> bool:
@@ -105,15 +243,48 @@ class EngineLauncher:
         """Makes later cores of an engine serve what this one does: live requests were promised its context, and with
         several engines on the machine the free memory no longer shows how many blocks there may be."""
         config = self._config
-        model, cache = config.model_config, config.cache_config
         is_alone = config.parallel_config.num_local_engines == 1
-        if max_model_len != model.model_len:
-            model = dataclasses.replace(model, max_model_len=max_model_len)
-        if not is_alone:
-            cache = dataclasses.replace(cache, num_gpu_blocks_override=ready.num_gpu_blocks)
-        if (model, cache) != (config.model_config, config.cache_config):
-            self._pinned = dataclasses.replace(config, model_config=model, cache_config=cache)
-            supervisor.set_engine_config(encode_config(self._pinned))
+        pinned = pin_config(config, max_model_len, None if is_alone else ready.num_gpu_blocks)
+        if pinned != config:
+            self._pinned = pinned
+            supervisor.set_engine_config(encode_config(pinned))
+
+
+class _RemoteReports:
+    """Passes on to the links what happens on other machines."""
+
+    def __init__(self, thread: LinkThread) -> None:
+        self._thread = thread
+
+    def note_joined(self, engine: int) -> None:
+        thread = self._thread
+        thread.post(lambda: thread.links.regain(engine))
+
+    def note_lost(self, engine: int, why: str) -> None:
+        thread = self._thread
+        thread.post(lambda: thread.lose(engine, why))
+
+    def note_death(self, engine: int, incarnation: int, death: CoreDeath) -> None:
+        thread = self._thread
+
+        def report() -> None:
+            if thread.was_connected(incarnation, engine):
+                thread.report_death(death, engine)
+
+        thread.post(report)
+
+    def note_ending(self, engine: int) -> None:
+        thread = self._thread
+        thread.post(lambda: thread.links.drain(engine, moves=True))
+
+
+def find_own_address(host: str) -> str:
+    """Returns the numeric address of a host name, as a socket is bound to it. Raises ConfigError for an unknown one."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    except OSError as e:
+        raise ConfigError(f"--data-parallel-address {host} is no address of this machine: {e}") from e
 
 
 def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:

@@ -86,7 +86,11 @@ class EngineLink:
         self._quarantine = Quarantine(is_shared)
         self._calls = ControlCalls(client_index)
         self._admits_others = is_shared and is_owner
+        self._incarnation = -1
+        """Number of the core whose outputs count; -1: none."""
         self._last_sequence = 0
+        self._early = (-1, 0)
+        """Incarnation and number of the last message that came before the ready frame of its core."""
 
     @property
     def num_live_requests(self) -> int:
@@ -152,7 +156,9 @@ class EngineLink:
         """Takes over requests that another link has released. They go on at their next token."""
         for entry in entries:
             self._journal.insert(entry)
-        if are_suspects:
+        if self.state is LinkState.GONE:
+            self._fail(entries, self.gone_reason)
+        elif are_suspects:
             self._quarantine.accuse(entries)
             self._send_held()
         elif self.is_open:
@@ -185,7 +191,10 @@ class EngineLink:
             return
         if self.state is not LinkState.DOWN:
             self.on_death(CoreDeath("lost", "was lost and is back", None))
-        self._last_sequence = ready.next_sequence - 1
+        early_incarnation, early_sequence = self._early
+        has_early = early_incarnation == ready.incarnation  # statistics: nothing was asked of the core before
+        self._last_sequence = max(ready.next_sequence - 1, early_sequence if has_early else 0)
+        self._incarnation = ready.incarnation
         self.ready_response = ready
         self._journal.note_new_core()
         self.state = LinkState.RESTORING
@@ -195,9 +204,9 @@ class EngineLink:
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Takes in a message of the core. Drops what does not belong to the connected core or to a live request."""
-        ready = self.ready_response
-        if ready is None or outputs.incarnation != ready.incarnation or self.state is LinkState.GONE:
+        if outputs.incarnation != self._incarnation or self.state is LinkState.GONE:
             self.counts["stale"] += 1
+            self._early = outputs.incarnation, outputs.sequence
             return
         if outputs.sequence and not self._is_next(outputs.sequence):
             return
@@ -243,6 +252,14 @@ class EngineLink:
         self._judge(death)
         self.state = LinkState.DOWN
         self.answers += self._calls.end_unrepeatable(death)
+
+    def cut(self, death: CoreDeath) -> None:
+        """Handles the loss of a machine: its core may live on, but none of its outputs counts until it has connected
+        again. Calls without an answer are given up."""
+        self._incarnation = -1
+        if self.state is not LinkState.DOWN:
+            self.on_death(death)
+        self.answers += self._calls.end_all(f"the engine core {death.description}")
 
     def _judge(self, death: CoreDeath) -> Verdict | None:
         """Finds the suspects of a death. Returns the verdict that has been carried out, if there is one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -20,12 +20,18 @@ from zmq.utils.monitor import recv_monitor_message
 from quire.errors import EngineDeadError, QuireError, ServerError, make_error
 from quire.failpoints import failpoint
 from quire.frontend.client.control_calls import Answer
+from quire.frontend.client.coordinator_link import CoordinatorLink
 from quire.frontend.client.engine_set import EngineSet, merge_ready
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.supervision.quarantine import CoreDeath
 from quire.interrupts import Wakeup
 from quire.logger import init_logger
-from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from quire.wire.engine_core import (
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
 from quire.wire.handshake import ENGINE_CORE_DEAD, engine_identity
 from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder, WireError
 
@@ -69,8 +75,12 @@ class LinkThread(threading.Thread):
         self._input = input_socket
         self._output = output_socket
         self._sink = sink
+        self.awaited: Collection[int] = tuple(self.links.links)
+        """Engines that must be ready before `started` ends; none: any one of all."""
         self.on_gone: Callable[[], None] = lambda: None
         """Called when there is no use for a core any more."""
+        self.coordinator: CoordinatorLink | None = None
+        """Set before the thread starts, for engines that step together."""
         self._commands: deque[Callable[[], None]] = deque()
         self._wakeup = Wakeup()
         self._is_stopping = False
@@ -150,6 +160,8 @@ class LinkThread(threading.Thread):
     def _close(self) -> None:
         self._input.close(linger=0)
         self._output.close(linger=0)
+        if self.coordinator is not None:
+            self.coordinator.close()
         self._wakeup.close()
 
     def _work(self) -> None:
@@ -171,11 +183,14 @@ class LinkThread(threading.Thread):
                 self._receive_ready()
             if self._output in ready:
                 self._receive_outputs()
+            if self.coordinator is not None and self.coordinator.socket in ready:
+                self.coordinator.receive()
             self._flush()
 
     def _sources(self) -> list[Any]:
         """Returns the descriptors and sockets that end a wait."""
-        return [self._wakeup.fd, self._output, self._input]
+        further = [] if self.coordinator is None else [self.coordinator.socket]
+        return [self._wakeup.fd, self._output, self._input, *further]
 
     def _take_turn(self) -> int | None:
         """Does what is due before a wait. Returns how long that may take, in milliseconds."""
@@ -201,8 +216,9 @@ class LinkThread(threading.Thread):
         failpoint("client.resume")
         self.links.on_ready(ready.engine_index, ready)
         if not self.started.done():
-            responses = [link.ready_response for link in self.links.links.values()]
-            if None not in responses:
+            is_ready = {engine: link.ready_response is not None for engine, link in self.links.links.items()}
+            if any(is_ready.values()) and all(is_ready[engine] for engine in self.awaited):
+                responses = [link.ready_response for link in self.links.links.values()]
                 self.started.set_result(merge_ready(filter(None, responses)))
 
     def _receive_outputs(self) -> None:
@@ -263,6 +279,8 @@ class LinkThread(threading.Thread):
             else:
                 frames = self._encoder.encode(message.payload)
             self._input.send_multipart([engine_identity(engine), message.type.value, *frames], copy=False)
+            if self.coordinator is not None and message.type is EngineCoreRequestType.ADD:
+                self.coordinator.note_request(engine)
         self._encoded = None
 
     def _resolve(self, answer: Answer) -> None:
@@ -283,6 +301,11 @@ class LinkThread(threading.Thread):
         if len(self.links.links) > 1:
             self._receive_outputs()  # tokens it has sent are not computed again elsewhere
         self.links.on_death(engine, death)
+
+    def lose(self, engine: int, why: str) -> None:
+        """Reports that the machine of an engine is out of reach. A command."""
+        self._receive_outputs()
+        self.links.lose(engine, why)
 
 
 class AttachedLinkThread(LinkThread):

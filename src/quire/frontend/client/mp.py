@@ -28,13 +28,14 @@ from quire.errors import ConfigError, EngineDeadError, ServerError, ValidationEr
 from quire.frontend.client.base import AsyncEngineCoreClient, EngineCoreClient
 from quire.frontend.client.control_calls import REMEMBERED_VERBS
 from quire.frontend.client.engine_set import EngineSet, merge_ready
-from quire.frontend.client.launcher import EngineLauncher, make_client_addresses
+from quire.frontend.client.launcher import ActorManager, EngineLauncher, make_client_addresses
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
 from quire.frontend.client.mailbox import LoopMailbox, QueueSink
 from quire.frontend.client.shared_links import MemberLink
 from quire.frontend.routing.policy import ROUTING_POLICIES
 from quire.frontend.routing.router import Router
+from quire.frontend.supervision.nodes import NodeListener, RemoteEngine
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.timeline import stamp
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
@@ -50,6 +51,7 @@ ControlRelay = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 IO_THREADS = 2
 """I/O threads of the zmq context."""
 THREAD_END_S = 5.0
+ACTORS_END_S = 30.0
 LOOK_INTERVAL_S = 1.0
 """Interval at which a client that waits for a start checks that the supervising thread is alive."""
 
@@ -67,6 +69,10 @@ class BackgroundResources:
         """None for a client that attached to a core."""
         self.supervisors: dict[int, CoreSupervisor] = {}
         """Supervisor of each engine that this client has started."""
+        self.nodes: NodeListener | None = None
+        """The thread that speaks with other machines; None where no engine is on one."""
+        self.actors: ActorManager | None = None
+        """The thread that keeps engines as actors of Ray; None where there are none."""
         self.former_restarts: Counter[str] = Counter()
         """Restarts of engines that were removed."""
 
@@ -75,10 +81,18 @@ class BackgroundResources:
         """The supervisor of the only engine, or of the first one."""
         return next(iter(self.supervisors.values()), None)
 
+    def supervisor_of(self, engine: int) -> CoreSupervisor | RemoteEngine | None:
+        """Returns what starts the cores of an engine, here or on another machine; None if another process does."""
+        if self.nodes is not None and engine in self.nodes.engines:
+            return self.nodes.engines[engine]
+        return self.supervisors.get(engine)
+
     def stop_supervisors(self) -> None:
         """Asks all cores to end. From any thread."""
         for supervisor in list(self.supervisors.values()):
             supervisor.stop()
+        for thread in filter(None, (self.nodes, self.actors)):
+            thread.stop()
 
     @property
     def is_foreign(self) -> bool:
@@ -108,6 +122,13 @@ class BackgroundResources:
         self.stop_supervisors()
         for supervisor in list(self.supervisors.values()):
             all_ended &= _join(supervisor, supervisor.end_timeout_s)
+        if self.launcher is not None and self.launcher.coordinator is not None:
+            self.launcher.coordinator.stop()
+            all_ended &= _join(self.launcher.coordinator, THREAD_END_S)
+        if self.nodes is not None:
+            all_ended &= _join(self.nodes, THREAD_END_S)
+        if self.actors is not None:
+            _join(self.actors, ACTORS_END_S)
         if self.link_thread is not None:
             self.link_thread.stop()
             all_ended &= _join(self.link_thread, THREAD_END_S)
@@ -117,7 +138,7 @@ class BackgroundResources:
             self.directory.remove()
 
 
-def _join(thread: threading.Thread, timeout_s: float) -> bool:
+def _join(thread: threading.Thread | ActorManager, timeout_s: float) -> bool:
     with contextlib.suppress(RuntimeError):  # it was never started
         thread.join(timeout_s)
     return not thread.is_alive()
@@ -155,6 +176,9 @@ class MPClient(ABC):
                 self._link_thread = self._attach(config, client_addresses, sink)
             self.resources.link_thread = self._link_thread
             self._link_thread.start()
+            if self.resources.nodes is not None:
+                self.resources.nodes.start()
+                self._start_actors(self._link_thread)
             for supervisor in self.resources.supervisors.values():
                 supervisor.start()
             for supervisor in self.resources.supervisors.values():
@@ -191,10 +215,22 @@ class MPClient(ABC):
         if engines is None:
             engines = make_engine_set(config, lambda: EngineLink(is_shared=client_count > 1, is_owner=True))
         thread = LinkThread(engines, launcher.input_socket, launcher.output_socket, sink)
-        for engine in engines.links:
+        if config.parallel_config.has_waves:
+            thread.coordinator = launcher.start_coordinator(lambda error: thread.post(lambda: thread.fail(error)))
+        remote = config.parallel_config.remote_engines
+        thread.awaited = [engine for engine in engines.links if engine not in remote]
+        for engine in thread.awaited:
             resources.supervisors[engine] = launcher.make_supervisor(engine, thread)
+        resources.nodes = launcher.make_node_listener(thread)
         thread.on_gone = resources.stop_supervisors
         return thread
+
+    def _start_actors(self, thread: LinkThread) -> None:
+        """Starts the engines that Ray places, if there are any."""
+        assert self.resources.launcher is not None  # it has made the threads
+        self.resources.actors = self.resources.launcher.make_actor_manager(thread)
+        if self.resources.actors is not None:
+            self.resources.actors.start()
 
     def _attach(self, config: EngineConfig, addresses: ClientAddresses, sink: OutputSink) -> LinkThread:
         """Binds the sockets that the cores have orders to connect to."""
@@ -215,7 +251,9 @@ class MPClient(ABC):
         suspended.
         """
         started = self._link_thread.started
-        watchers: list[threading.Thread] = [*self.resources.supervisors.values()] or [self._link_thread]
+        nodes = self.resources.nodes
+        watchers: list[threading.Thread] = [*self.resources.supervisors.values()]
+        watchers = watchers or [self._link_thread if nodes is None else nodes]
         while all(watcher.is_alive() for watcher in watchers) and not started.done():
             wait([started], LOOK_INTERVAL_S)
         if not started.done() and not wait([started], THREAD_END_S).done:
@@ -225,7 +263,10 @@ class MPClient(ABC):
 
     def _pin_cores(self) -> None:
         """Makes the later cores of each engine serve what its first one does."""
-        launcher = self.resources.launcher
+        launcher, nodes = self.resources.launcher, self.resources.nodes
+        if nodes is not None:
+            nodes.promise(self.ready_response.max_model_len)
+            self._link_thread.links.least_model_len = self.ready_response.max_model_len
         for engine, supervisor in self.resources.supervisors.items():
             if launcher is not None:
                 launcher.pin(supervisor, self.ready_response.max_model_len, self.engine_responses[engine])
@@ -286,7 +327,9 @@ class MPClient(ABC):
     def restarts(self) -> Mapping[str, int]:
         """Restarts of the core by cause of the death before; empty for a client that attached to one."""
         restarts: Counter[str] = self.resources.former_restarts.copy()
-        for supervisor in list(self.resources.supervisors.values()):
+        nodes = self.resources.nodes
+        remote = () if nodes is None else nodes.engines.values()
+        for supervisor in (*list(self.resources.supervisors.values()), *remote):
             restarts.update(supervisor.restarts)
         return restarts
 
@@ -294,12 +337,16 @@ class MPClient(ABC):
         """Announces that `shutdown` follows once the live requests have ended."""
         for supervisor in list(self.resources.supervisors.values()):
             supervisor.expect_stop()
+        if self.resources.nodes is not None:
+            self.resources.nodes.expect_stop()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Sends a request. Raises EngineDeadError; ValidationError for a value that cannot be sent."""
         self._check_usable()
-        frames = self._encode(request)
         thread = self._link_thread
+        if thread.coordinator is not None:
+            request.current_wave = thread.coordinator.wave
+        frames = self._encode(request)
         thread.post(lambda: thread.add_request(request, frames))
 
     @property
@@ -363,9 +410,14 @@ def make_engine_set(config: EngineConfig, make_link: Callable[[], EngineLink]) -
     """Returns the set of the engines that a configuration asks for."""
     parallel = config.parallel_config
     router = Router(ROUTING_POLICIES[parallel.routing_policy]())
-    links = [make_link() for _ in range(parallel.num_local_engines)]
     return EngineSet(
-        links, router=router, reroute=parallel.reroute, clock=time.monotonic, first_engine=parallel.first_engine
+        [make_link() for _ in range(parallel.num_engines)],
+        router=router,
+        reroute=parallel.reroute,
+        clock=time.monotonic,
+        first_engine=parallel.first_engine,
+        remote_engines=parallel.remote_engines,
+        reroutes_any=parallel.reroute_any_numerics,
     )
 
 

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
-from quire.frontend.http.errors import UnavailableError, error_response
+from quire.frontend.http.errors import UnavailableError, error_response, shape_of
 
 _REFUSAL = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -147,7 +147,8 @@ class WaitingRoom:
         self._tls = tls
         self._live_paths = frozenset({LIVE, root_path.encode() + LIVE})
         self._alive = _raw(Response())
-        self._loading = _raw(error_response(UnavailableError(f"the server is loading {model}; come again")))
+        self._root_path = root_path
+        self._loading = UnavailableError(f"the server is loading {model}; come again")
         page = LOADING_PAGE.replace("MODEL", html.escape(model))
         self._page = _raw(
             Response(
@@ -168,12 +169,14 @@ class WaitingRoom:
 
     def answer_to(self, head: bytes) -> bytes:
         """Returns the answer to a request with this head."""
-        target = head.partition(b"\r\n")[0].split(b" ")[1:2]
-        is_live = bool(target) and target[0].partition(b"?")[0] in self._live_paths
-        if is_live:
+        _, _, target = head.partition(b"\r\n")[0].partition(b" ")
+        path = target.partition(b" ")[0].partition(b"?")[0]
+        if path in self._live_paths:
             return self._alive
         is_browser = head.startswith(b"GET ") and b"\r\naccept: text/html" in head.lower()
-        return self._page if is_browser else self._loading
+        if is_browser:
+            return self._page
+        return _raw(error_response(self._loading, shape_of(path.decode("latin-1").removeprefix(self._root_path))))
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

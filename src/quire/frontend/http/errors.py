@@ -1,4 +1,4 @@
-"""The one place where an exception becomes an answer, in OpenAI's shape.
+"""The one place where an exception becomes an answer, in the shape of the API that was asked.
 
 A client's error is described, with the field's name. An internal error is answered with a sentence without details,
 which are logged with the request's id. No path, address or traceback leaves the server.
@@ -31,6 +31,15 @@ _KINDS = {
     429: "RateLimitError",
     503: "ServiceUnavailableError",
     504: "DeadlineExceededError",
+}
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 HIDDEN = "the server failed on this request; its log has the reason, with the request's id"
 
@@ -74,6 +83,24 @@ def error_body(error: BaseException) -> dict[str, Any]:
     param = error.param if isinstance(error, ClientError) else None
     kind = _KINDS.get(status, "InternalServerError")
     return {"error": {"message": message_of(error), "type": kind, "param": param, "code": status}}
+
+
+def anthropic_error(error: BaseException) -> dict[str, Any]:
+    """Returns an error in Anthropic's shape."""
+    kind = _ANTHROPIC_KINDS.get(status_of(error), "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
+
+
+def ollama_error(error: BaseException) -> dict[str, Any]:
+    """Returns an error in Ollama's shape."""
+    return {"error": message_of(error)}
+
+
+def shape_of(path: str) -> ErrorShape:
+    """Returns the shape of errors of the API that a path belongs to, whether the path exists or not."""
+    if path.startswith("/api/"):
+        return ollama_error
+    return anthropic_error if path.startswith("/v1/messages") else error_body
 
 
 def error_response(error: BaseException, shape: ErrorShape = error_body) -> Response:

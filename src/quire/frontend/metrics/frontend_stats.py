@@ -10,7 +10,7 @@ from typing import Protocol
 
 from quire import envs
 from quire.config.engine import CacheConfig, EngineConfig
-from quire.frontend.metrics.catalog.spec import KV_SAMPLING, LEGACY_NAMES, LORA, NANS, SPEC_DECODE
+from quire.frontend.metrics.catalog.spec import KV_SAMPLING, KV_TRANSFER, LEGACY_NAMES, LORA, NANS, SPEC_DECODE
 from quire.frontend.metrics.collect.events import ControlOperations, IterationStats
 from quire.frontend.metrics.collect.facts import NO_DRAFTS, AdapterLabels, AdapterLoad, FrontendFacts, Load
 from quire.frontend.metrics.collect.ledger import RequestLedger, add_counts
@@ -254,6 +254,7 @@ def make_setup(
         NANS: envs.COMPUTE_NANS_IN_LOGITS.flag(),
         SPEC_DECODE: drafting is not None,
         LORA: config.lora_config.enable_lora,
+        KV_TRANSFER: config.kv_transfer_config.kv_connector is not None,
         LEGACY_NAMES: observability.show_hidden_metrics_for_version is not None,
     }
     return MetricsSetup(

@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 from quire.frontend.adapters import AdapterNames, AdapterRegistry, AdapterTable, RemoteTable, load_modules
 from quire.frontend.http.auth import Access
 from quire.frontend.http.endpoint import Endpoint
-from quire.frontend.http.errors import error_response, http_status_error, unknown_route, wrong_method
+from quire.frontend.http.errors import error_response, http_status_error, shape_of, unknown_route, wrong_method
 from quire.frontend.http.state import ServerState
 from quire.frontend.openai.chat.format import ChatFormat
 from quire.frontend.openai.rendering import PromptRenderer
@@ -158,12 +158,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         path = request.scope["path"]
-        return error_response(unknown_route(path, is_admin=path in ADMIN_PATHS))
+        return error_response(unknown_route(path, is_admin=path in ADMIN_PATHS), shape_of(path))
     headers = getattr(error, "headers", None) or {}
     refusal = http_status_error(status)
     if status == 405 and "Allow" in headers:
         refusal = wrong_method(request.method, request.scope["path"], headers["Allow"])
-    response = error_response(refusal)
+    response = error_response(refusal, shape_of(request.scope["path"]))
     response.headers.update(headers)
     return response
 

@@ -69,14 +69,17 @@ class EngineLoad:
         if self._num_steps >= MIN_STEPS and timestamp > self._fitted_ts + REFIT_INTERVAL_S:
             self._model, self._fitted_ts = self._costs.fit(), timestamp
 
+    @property
+    def prompt_token_s(self) -> float:
+        """Seconds of each prompt token."""
+        return PROMPT_TOKEN_S if self._model is None else self._model.prompt_token
+
     def predict_wait(self, num_tokens: int, num_cached: int) -> float:
         """Returns the seconds until the first token of a further request of `num_tokens` tokens."""
         num_prompt = self.num_queued_tokens + num_tokens - num_cached
         num_rows = self.num_requests + 1
-        if self._model is None:
-            wait = num_prompt * PROMPT_TOKEN_S + STEP_S + num_rows * ROW_S
-        else:
-            wait = num_prompt * self._model.prompt_token + self._model.decoding_step(num_rows)
+        step_s = STEP_S + num_rows * ROW_S if self._model is None else self._model.decoding_step(num_rows)
+        wait = num_prompt * self.prompt_token_s + step_s
         room = self.num_tokens_of_cache * (1.0 - self.kv_usage)
         return wait + NO_ROOM_S if self.num_tokens_of_cache and num_tokens - num_cached > room else wait
 
@@ -104,7 +107,8 @@ class RoutingPolicy(ABC):
 
 class LeastWait(RoutingPolicy):
     """The engine with the shortest predicted wait for the first token, in seconds: queued prompt tokens and those of
-    this prompt that are not cached there, at the measured cost of each, and a step with all its rows.
+    this prompt that are not cached there, at the measured cost of each, and a step with all its rows. The latter tokens
+    count twice: this request waits for them, and so do those that come to the engine after it.
 
     An engine with more than `LOAD_FACTOR` times the mean number of requests, plus 1, is left out. So a prefix that many
     requests share spreads over more engines as soon as the queue before it costs more than the prefix. Among equal
@@ -119,7 +123,7 @@ class LeastWait(RoutingPolicy):
         limit = LOAD_FACTOR * (sum(counts) + 1) / len(counts) + 1
         allowed = [i for i, count in enumerate(counts) if count + 1 <= limit]
         waits = [
-            load.predict_wait(request.num_tokens, cached)
+            load.predict_wait(request.num_tokens, cached) + load.prompt_token_s * (request.num_tokens - cached)
             for load, cached in zip(loads, request.num_cached, strict=True)
         ]
         least = min(waits[i] for i in allowed)

@@ -47,39 +47,56 @@ class PrefixDirectory:
 
     def __init__(self) -> None:
         self._blocks: dict[int, OrderedDict[BlockHash, None]] = {}
+        """Blocks of each engine, the least recently used first."""
         self._limits: dict[int, int] = {}
+        self._holders: dict[BlockHash, int] = {}
+        """The engines that have a block: a bit for each index."""
 
     def open(self, engine: int, num_blocks: int | None = None) -> None:
         """Begins with an empty cache of an engine that has so many blocks: it is new, or was started again."""
+        self.close(engine)
         self._blocks[engine] = OrderedDict()
         self._limits[engine] = num_blocks or DEFAULT_NUM_BLOCKS
 
     def close(self, engine: int) -> None:
         """Forgets an engine, or what it had cached."""
-        self._blocks.pop(engine, None)
+        for block in self._blocks.pop(engine, ()):
+            self._forget(engine, block)
 
-    def count_cached(self, engine: int, hashes: Sequence[BlockHash]) -> int:
-        """Returns how many blocks at the start of a prompt the engine has."""
-        known = self._blocks.get(engine)
-        if not known:
-            return 0
-        count = 0
+    def count_cached(self, engines: Sequence[int], hashes: Iterable[BlockHash]) -> list[int]:
+        """Returns how many blocks at the start of a prompt each of the engines has."""
+        counts = [0] * len(engines)
+        having = list(enumerate(engines))
         for block in hashes:
-            if block not in known:
+            holders = self._holders.get(block, 0)
+            having = [(i, engine) for i, engine in having if holders >> engine & 1] if holders else []
+            if not having:
                 break
-            count += 1
-        return count
+            for i, _ in having:
+                counts[i] += 1
+        return counts
 
     def note_sent(self, engine: int, hashes: Iterable[BlockHash]) -> None:
         """Records that an engine computes a prompt."""
         known = self._blocks.get(engine)
         if known is None:
             return
+        holders, bit = self._holders, 1 << engine
         for block in hashes:
-            known[block] = None
-            known.move_to_end(block)
+            if block in known:
+                known.move_to_end(block)
+            else:
+                known[block] = None
+                holders[block] = holders.get(block, 0) | bit
         for _ in range(len(known) - self._limits[engine]):
-            known.popitem(last=False)
+            self._forget(engine, known.popitem(last=False)[0])
+
+    def _forget(self, engine: int, block: BlockHash) -> None:
+        holders = self._holders[block] & ~(1 << engine)
+        if holders:
+            self._holders[block] = holders
+        else:
+            del self._holders[block]
 
 
 MAX_SESSIONS = 4096
@@ -157,7 +174,7 @@ class Router:
         num_tokens = len(request.prompt_token_ids or ()) + num_outputs
         if self._policy.reads_prefixes and self._block_size:
             hashes = hash_prompt(request, self._block_size)
-            cached = [self._directory.count_cached(engine, hashes) * self._block_size for engine in engines]
+            cached = [self._block_size * count for count in self._directory.count_cached(engines, hashes)]
         if chosen is None:
             key = int.from_bytes((hashes[0] if hashes else _digest(request))[:8], "little")
             loads = [self._load(engine) for engine in engines]

@@ -7,6 +7,7 @@ script, nothing inherited but the environment, standard error, and a pipe whose 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import subprocess
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 
 from quire import envs
+from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, EngineDeadError, make_error
 from quire.frontend.supervision.quarantine import describe_exit
 from quire.logger import child_level, init_logger
@@ -59,7 +61,7 @@ class CoreLaunch:
     log_stats: bool
     ready_timeout_s: float
     core_curve: CurveKeys | None = None
-    """The core's side of the keys, for TCP."""
+    """The core's side of the keys, for addresses of the network."""
     engine_index: int = 0
     is_one_of_several: bool = False
     """True: the server has other engines, too."""
@@ -69,6 +71,8 @@ class CoreLaunch:
     """Sequence number of its first batch of KV cache events."""
     preload: tuple[str, ...] = ()
     """Dotted names the core resolves while it shakes hands."""
+    group_file: str | None = None
+    """Page of the engines that step together; None for independent ones."""
     working_dir: str = field(default_factory=os.getcwd)
     """Directory in which relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=search_path)
@@ -148,6 +152,8 @@ class CoreProcess:
             log_stats=self._launch.log_stats,
             heartbeat_path=str(self._heartbeat_path),
             without_drafts=self._launch.without_drafts,
+            group_file=self._launch.group_file,
+            curve=self._launch.core_curve,
         )
 
     # -- life and death -------------------------------------------------------------------------------------------
@@ -220,9 +226,20 @@ def _spawn(launch: CoreLaunch, handshake_address: str) -> subprocess.Popen[bytes
         )
     except OSError as e:
         raise EngineDeadError(f"no engine core process can be started: {e}") from e
-    if launch.core_curve is not None:
+    if launch.core_curve is not None and handshake_address.startswith("tcp://"):
         assert process.stdin is not None  # asked for above
         with contextlib.suppress(BrokenPipeError):  # it has died already, which will be noticed
             process.stdin.write(msgspec.msgpack.encode(launch.core_curve))
             process.stdin.flush()
     return process
+
+
+def pin_config(config: EngineConfig, max_model_len: int, num_gpu_blocks: int | None) -> EngineConfig:
+    """Returns the configuration of later cores: live requests were promised the context. `num_gpu_blocks` is the size
+    of the KV cache where the free memory no longer shows it, because the machine has other engines; else None."""
+    model, cache = config.model_config, config.cache_config
+    if max_model_len != model.model_len:
+        model = dataclasses.replace(model, max_model_len=max_model_len)
+    if num_gpu_blocks is not None:
+        cache = dataclasses.replace(cache, num_gpu_blocks_override=num_gpu_blocks)
+    return dataclasses.replace(config, model_config=model, cache_config=cache)

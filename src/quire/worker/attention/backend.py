@@ -124,6 +124,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     def __init__(self, kernels: Kernels = TORCH_KERNELS) -> None:
         """`kernels`: the kernels of the model."""
+        self.kernels = kernels
 
     @classmethod
     @abstractmethod
@@ -138,6 +139,12 @@ class AttentionBackend(ABC, Generic[Metadata]):
         `offset` bytes after the first. Layers of different kinds share a storage, so block b must own the same bytes
         for every kind.
         """
+
+    def block_views(self, kv_cache: KVCache) -> list[npt.NDArray[np.uint8]]:
+        """Returns the bytes of a layer's cache in main memory: keys, then values, unless they are parts of keys. Row b
+        of each, [num_blocks, bytes], is block b's."""
+        parts = (kv_cache.key,) if kv_cache.value.data_ptr() == kv_cache.key.data_ptr() else kv_cache
+        return [part.view(part.shape[0], -1).view(torch.uint8).numpy() for part in parts]
 
     @abstractmethod
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> Metadata:

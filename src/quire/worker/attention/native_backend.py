@@ -66,6 +66,7 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
 
     def __init__(self, kernels: Kernels) -> None:
         assert isinstance(kernels, NativeKernels)
+        super().__init__(kernels)
         self.context = kernels.context
         self.agree: Callable[[int], int] = lambda value: value
         """Returns the least value of all workers that compute a step together."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -125,6 +126,31 @@ class RouterKernel(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ExpertsShare:
+    """One worker's part of a mixture of experts: some outputs of every matrix, or whole experts."""
+
+    num_experts: int
+    """Number of experts of the mixture."""
+    experts: Sequence[int]
+    """Experts whose matrices the kernel has, in their order."""
+    first: int
+    """Place of the first of them in the order `places`."""
+    places: Tensor | None
+    """[num_experts] int32: an order in which each worker's experts are adjacent; None: the order of their numbers."""
+    inner: range
+    """Outputs that the kernel has of the gates, and of what they gate."""
+    outputs: range
+    """Outputs that it has of the second matrices."""
+    meeting: Tensor
+    """Memory that all workers write their parts of, a row for each choice of each token: inputs of the second matrices,
+    or with whole experts their float32 outputs."""
+    ready: Callable[[], None]
+    """Returns once `meeting` is complete."""
+    gather: Callable[[int, torch.dtype, Callable[[Tensor], object]], Tensor] | None
+    """Makes the result whole, as `Gather.compute` does; None with whole experts: each worker computes all sums."""
+
+
 class ExpertsKernel(Protocol):
     """The gated MLPs of a mixture of experts."""
 
@@ -141,6 +167,10 @@ class ExpertsKernel(Protocol):
         gate, and of the second."""
         ...
 
+    def set_share(self, share: ExpertsShare) -> None:
+        """Sets which part of a mixture its matrices are."""
+        ...
+
 
 class Kernels(ABC):
     """Makes kernels. They may store the weights in a form of their own: `keeps_weights` is False if the tensors they
@@ -155,6 +185,11 @@ class Kernels(ABC):
         """Name of the form these kernels pack weights into: the same name means the same bytes. None: they do not pack,
         and take no memory from `Packs`."""
         return None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Facts that decide the bits of results, as far as kernels do: the same facts mean the same bits."""
+        return {"kernels": self.name, "torch": torch.__version__}
 
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:

@@ -5,6 +5,7 @@ Each kernel holds the struct its C function takes, filled in once; a call sets w
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
@@ -30,6 +31,7 @@ from quire.worker.kernels.base import (
 from quire.worker.kernels.library import (
     ABI_VERSION,
     CONSTANTS,
+    LIBRARY,
     ActivationArgs,
     Context,
     GatherArgs,
@@ -83,6 +85,11 @@ class NativeKernels(Kernels):
     @property
     def pack_format(self) -> str:
         return f"native {self.context.instruction_set}, ABI {ABI_VERSION}"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        library = hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
+        return {**super().identity, "instruction_set": self.context.instruction_set, "library": library}
 
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:

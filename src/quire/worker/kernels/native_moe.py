@@ -8,6 +8,7 @@ from ctypes import Structure, byref, pointer
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.base import ExpertsShare
 from quire.worker.kernels.library import (
     ACTIVATIONS,
     CONSTANTS,
@@ -25,6 +26,7 @@ from quire.worker.kernels.native_quantized import QuantizedMatrix
 from quire.worker.kernels.specs import ExpertsSpec, RouterSpec
 from quire.worker.quantization.weight import QuantizedWeight
 
+BETWEEN, ANSWERS, SUMS = (CONSTANTS[f"QK_EXPERTS_{step}"] for step in ("BETWEEN", "ANSWERS", "SUMS"))
 SCORES = {
     "softmax": CONSTANTS["QK_SCORE_SOFTMAX"],
     "sigmoid": CONSTANTS["QK_SCORE_SIGMOID"],
@@ -116,7 +118,9 @@ class NativeExperts:
             scale_inputs=spec.scales_inputs,
             gate_up=gate_up.memory.data_ptr(),
             down=down.memory.data_ptr(),
-            y_stride=gate_up.num_inputs,
+            inner=down.num_inputs,
+            outputs=gate_up.num_inputs,
+            own_experts=down.num_experts,
         )
         if gate_up.quantization is not None and down.quantization is not None:
             self._args.gate_up_quantization = pointer(gate_up.quantization)
@@ -124,6 +128,17 @@ class NativeExperts:
         if self._biases is not None:
             self._args.gate_up_bias, self._args.down_bias = (bias.data_ptr() for bias in self._biases)
         self._sites: tuple[AdapterSite | None, AdapterSite | None] = None, None
+        self._share: ExpertsShare | None = None
+
+    def set_share(self, share: ExpertsShare) -> None:
+        args, self._share = self._args, share
+        args.num_experts, args.own_experts, args.first_expert = share.num_experts, len(share.experts), share.first
+        args.places = None if share.places is None else share.places.data_ptr()
+        args.inner_start, args.inner, args.outputs = share.inner.start, len(share.inner), len(share.outputs)
+        if share.gather is None:
+            args.answers = share.meeting.data_ptr()
+        else:
+            args.between, args.between_stride = share.meeting.data_ptr(), share.meeting.stride(0)
 
     def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
         hidden, inner = self._args.hidden, self._args.expert_size
@@ -134,17 +149,42 @@ class NativeExperts:
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
     ) -> Tensor:
-        x, ids, weights, args = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._args
-        y = torch.empty(x.shape, dtype=x.dtype)
+        x, ids, weights, args, share = (
+            with_packed_rows(x),
+            ids.contiguous(),
+            weights.contiguous(),
+            self._args,
+            self._share,
+        )
         args.dtype = DTYPES[x.dtype]
         (args.tokens, args.chosen), args.ids, args.weights = ids.shape, ids.data_ptr(), weights.data_ptr()
-        args.x, args.x_stride, args.y = x.data_ptr(), x.stride(0), y.data_ptr()
+        args.x, args.x_stride = x.data_ptr(), x.stride(0)
+        if share is None:
+            return self._sum(BETWEEN | ANSWERS, torch.empty(x.shape, dtype=x.dtype), residual, shared)
+        if share.gather is None:
+            self._run(BETWEEN | ANSWERS)
+            share.ready()
+            return self._sum(0, torch.empty(x.shape, dtype=x.dtype), residual, shared)
+        self._run(BETWEEN)
+        share.ready()
+        own = slice(share.outputs.start, share.outputs.stop)
+        addends = [None if addend is None else addend[:, own] for addend in (residual, shared)]
+        return share.gather(len(x), x.dtype, lambda y: self._sum(ANSWERS, y, *addends))
+
+    def _run(self, steps: int) -> None:
+        self._args.steps = steps
+        self._context.library.cdll.qk_experts(self._context.handle, byref(self._args))
+
+    def _sum(self, steps: int, y: Tensor, residual: Tensor | None, shared: Tensor | None) -> Tensor:
+        """Runs `steps`, then fills `y` with the sums."""
+        args = self._args
+        args.y, args.y_stride = y.data_ptr(), y.stride(0)
         residual = set_residual(args, residual)
         args.shared = None
         if shared is not None:
             shared = with_packed_rows(shared)
             args.shared, args.shared_stride = shared.data_ptr(), shared.stride(0)
-        self._context.library.cdll.qk_experts(self._context.handle, byref(args))
+        self._run(steps | SUMS)
         return y
 
 

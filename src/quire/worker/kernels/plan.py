@@ -155,7 +155,7 @@ class Plan:
         self._batches = (POINTER(AttentionArgs) * len(batches))()
         self._step = StepArgs(num_batches=len(batches), batches=self._batches)
         ids, positions = torch.empty((2, max_num_tokens), dtype=torch.int64)
-        arena = Arena()
+        self._arena = arena = Arena()  # the result may lie elsewhere, where all workers see it
         self._inputs = [arena.take((max_num_tokens, x.shape[1]), x.dtype) for x in inputs]
         self._put(ids, positions, batches)
         self._handle = c_void_p(cdll.qk_begin_plan(context.handle, byref(self._step)))

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 13
+#define QK_ABI_VERSION 14
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -299,15 +299,20 @@ typedef struct {
 } qk_route_args;
 QK_EXPORT void qk_route(qk_context* context, const qk_route_args* args);
 
+/* What a call of qk_experts does: the first matrices, the second ones, the sums. */
+enum { QK_EXPERTS_BETWEEN = 1, QK_EXPERTS_ANSWERS = 2, QK_EXPERTS_SUMS = 4 };
+
 typedef struct {
     /* y = residual + shared + the sum over a token's experts, in the order of `ids`, of weight * down(activation(gate(x)) * up(x)).
-     * What the experts answer is kept in float32 and rounded once, with the residual. */
+     * What the experts answer is kept in float32 and rounded once, with the residual.
+     * Several workers may share it, in several calls with a barrier between them. Either each has some outputs of every matrix, and
+     * all write and read `between`; or each has whole experts, and all write and read `answers`. */
     int64_t tokens, hidden, expert_size;
     int32_t dtype;
     int32_t num_experts, chosen;
     int32_t activation;
     int32_t scale_inputs; /* an expert gets weight * x, rounded, and its answer has weight 1 */
-    int32_t reserved;
+    int32_t steps; /* QK_EXPERTS_*, added */
     const void* gate_up;  /* packed, gated, one expert after another */
     const void* down;     /* packed, one expert after another */
     const qk_quantization* gate_up_quantization; /* of all experts: `gate_up` holds values; NULL: it holds weights */
@@ -326,6 +331,13 @@ typedef struct {
     int64_t x_stride;
     void* y; /* [tokens, hidden] */
     int64_t y_stride;
+    int64_t inner_start, inner; /* outputs of gate_up that this worker has: expert_size of them if it has all */
+    int64_t outputs;            /* of down: hidden if it has all; y, residual and shared have as many columns */
+    void* between; /* [tokens * chosen, between_stride]: rows by expert; NULL: private memory */
+    int64_t between_stride; /* expert_size, rounded up to a multiple of 64 */
+    float* answers; /* [tokens * chosen, hidden]: rows by expert; NULL: private memory */
+    const int32_t* places; /* [num_experts] order of the experts, in which a worker's are adjacent; NULL: their numbers */
+    int32_t first_expert, own_experts; /* places of the experts whose matrices there are */
 } qk_experts_args;
 QK_EXPORT void qk_experts(qk_context* context, const qk_experts_args* args);
 

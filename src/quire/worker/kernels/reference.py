@@ -15,6 +15,7 @@ from quire.worker.kernels.base import (
     BatchedLinearKernel,
     EmbeddingKernel,
     ExpertsKernel,
+    ExpertsShare,
     Kernels,
     LatentKernel,
     LinearKernel,
@@ -377,18 +378,64 @@ class TorchExperts:
         self._product: Callable[..., Tensor] = product or linear
         self._sums = PLAIN if product is None else LOGITS
         self._sites: tuple[AdapterSite | None, AdapterSite | None] = None, None
+        self._share: ExpertsShare | None = None
 
     def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
         self._sites = gate_up, down
 
+    def set_share(self, share: ExpertsShare) -> None:
+        self._share = share
+
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
     ) -> Tensor:
+        if self._share is not None:
+            return self._compute_share(self._share, x, ids, weights, (shared, residual))
         scales_inputs = self._spec.scales_inputs
         y = combine_answers(x, ids, weights, self._answer, len(self._gate_up), scales_inputs=scales_inputs)
         for addend in (shared, residual):
             y = y if addend is None else addend + y
         return y
+
+    def _compute_share(
+        self,
+        share: ExpertsShare,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        addends: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        (n, k), flat = ids.shape, ids.flatten()
+        own = slice(share.outputs.start, share.outputs.stop)
+        inputs = x.repeat_interleave(k, 0)  # [n * k, hidden], a row for each choice
+        if self._spec.scales_inputs:
+            inputs = (inputs * weights.flatten().unsqueeze(-1)).to(x.dtype)
+        chosen = [(i, (flat == expert).nonzero().flatten()) for i, expert in enumerate(share.experts)]
+        chosen = [(i, rows) for i, rows in chosen if len(rows)]
+        meeting = share.meeting[: n * k]
+
+        def sum_up(y: Tensor, answers: Tensor) -> Tensor:
+            answers = answers.view(n, k, -1)
+            total = (answers if self._spec.scales_inputs else answers * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+            for addend in addends:
+                total = total if addend is None else addend[:, own] + total
+            return y.copy_(total)
+
+        if share.gather is None:
+            for i, rows in chosen:
+                meeting[rows] = self._answer(i, inputs[rows], rows // k).float()
+            share.ready()
+            return sum_up(torch.empty_like(x), meeting)
+        size = self._down[0].shape[1]
+        for i, rows in chosen:
+            both = self._product(inputs[rows], weight=self._gate_up[i], bias=None, spec=self._sums)
+            columns = slice(share.inner.start, share.inner.stop)
+            meeting[rows, columns] = gated(self._spec.activation, both, self._spec.halves_alternate).to(x.dtype)
+        share.ready()
+        answers = x.new_empty(n * k, len(share.outputs))
+        for i, rows in chosen:
+            answers[rows] = self._product(meeting[rows, :size], weight=self._down[i], bias=None)
+        return share.gather(n, x.dtype, lambda y: sum_up(y, answers))
 
     def _answer(self, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
         first, second = (None, None) if self._biases is None else (bias[expert] for bias in self._biases)

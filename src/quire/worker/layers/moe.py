@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.quantization import QuantizationScheme
-from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel, RouterKernel
+from quire.worker.kernels.base import ExpertsKernel, ExpertsShare, Kernels, LinearKernel, RouterKernel
 from quire.worker.kernels.lora import AdapterSite
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kernels.specs import (
@@ -25,7 +25,7 @@ from quire.worker.kernels.specs import (
 )
 from quire.worker.layers.linear import Linear, side_by_side
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.weights import KernelModule, forget, weight
+from quire.worker.layers.weights import Cut, KernelModule, forget, weight
 from quire.worker.quantization.weight import Kind, QuantizedWeight, quantize, same_kind
 
 Layout = Literal["each", "one", "stacked", "transposed"]
@@ -127,6 +127,51 @@ class Experts(KernelModule):
         self.down_proj = weight(spec.num_experts, hidden_size, spec.expert_size)
         self.gate_up_proj_bias = weight(spec.num_experts, 2 * spec.expert_size) if spec.expert_bias else None
         self.down_proj_bias = weight(spec.num_experts, hidden_size) if spec.expert_bias else None
+        self.own_experts: Sequence[int] = range(spec.num_experts)
+        """Experts whose matrices this worker has."""
+        self.cuts: Mapping[str, Cut] = {}
+        self._make_share: Callable[[torch.dtype], ExpertsShare] | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a token."""
+        return self.gate_up_proj.shape[2]
+
+    def cut(
+        self,
+        experts: Sequence[int],
+        inner: range,
+        outputs: range,
+        make_share: Callable[[torch.dtype], ExpertsShare],
+    ) -> None:
+        """Leaves this worker some experts, and of their matrices the rows `inner` of gates and what they gate, and
+        `outputs` of the second ones. Must be called before there are weights, and with a matrix of each in the
+        checkpoint."""
+        spec, hidden_size = self.spec, self.hidden_size
+        assert spec.layout in ("each", "one")
+        assert not spec.expert_bias
+        rows = {spec.gate_name: (inner, spec.expert_size), spec.up_name: (inner, spec.expert_size)}
+        rows[spec.down_name] = outputs, hidden_size
+        self.cuts = {
+            f"{self._prefix(expert)}.{name}": Cut(torch.arange(own.start, own.stop, device="cpu"), count)
+            for expert in experts
+            for name, (own, count) in rows.items()
+            if len(own) < count
+        }
+        self.own_experts, self._make_share = experts, make_share
+        self.gate_up_proj = weight(len(experts), 2 * len(inner), hidden_size)
+        self.down_proj = weight(len(experts), len(outputs), spec.expert_size)
+
+    def _prefix(self, expert: int) -> str:
+        return self.name if self.spec.layout == "one" else f"{self.name}.{expert}"
+
+    @property
+    def absent_tensors(self) -> set[str]:
+        """Names of the checkpoint's tensors that `checkpoint_tensors` yields for the experts of other workers."""
+        spec = self.spec
+        others = set(range(spec.num_experts)) - set(self.own_experts)
+        names = (spec.gate_name, spec.up_name, spec.down_name)
+        return {f"{self._prefix(expert)}.{name}.weight" for expert in others for name in names}
 
     def set_sites(self, gate_up: AdapterSite, down: AdapterSite) -> None:
         """Gives the kernel, and those made later, the places where adapters of the two matrices are installed."""
@@ -135,7 +180,7 @@ class Experts(KernelModule):
             self._kernel.set_sites(gate_up, down)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        spec, size, name = self.spec, self.spec.expert_size, self.name
+        spec, name = self.spec, self.name
         if spec.layout in ("stacked", "transposed"):
             for block, parameter in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
                 yield f"{name}.{block}", parameter.data if spec.layout == "stacked" else parameter.data.transpose(1, 2)
@@ -143,11 +188,17 @@ class Experts(KernelModule):
                 if bias is not None:
                     yield f"{name}.{block}_bias", bias.data
             return
+        places, hidden = {expert: i for i, expert in enumerate(self.own_experts)}, self.hidden_size
         for expert in range(spec.num_experts):
-            gate_up, prefix = self.gate_up_proj.data[expert], name if spec.layout == "one" else f"{name}.{expert}"
-            yield f"{prefix}.{spec.gate_name}.weight", gate_up[:size]
-            yield f"{prefix}.{spec.up_name}.weight", gate_up[size:]
-            yield f"{prefix}.{spec.down_name}.weight", self.down_proj.data[expert]
+            if expert in places:
+                gate, up = self.gate_up_proj.data[places[expert]].chunk(2)
+                down = self.down_proj.data[places[expert]]
+            else:  # its shapes only
+                gate = up = torch.empty((spec.expert_size, hidden), device="meta")
+                down = torch.empty((hidden, spec.expert_size), device="meta")
+            yield f"{self._prefix(expert)}.{spec.gate_name}.weight", gate
+            yield f"{self._prefix(expert)}.{spec.up_name}.weight", up
+            yield f"{self._prefix(expert)}.{spec.down_name}.weight", down
 
     def store(self, parts: Sequence[QuantizedWeight]) -> bool:
         if self.spec.layout in ("stacked", "transposed"):
@@ -171,7 +222,7 @@ class Experts(KernelModule):
         self._stored = QuantizedExperts(*outlines) if outlines else None
 
     def prepare(self, kernels: Kernels) -> ExpertsKernel:
-        quantized = self._quantized_experts(kernels)
+        quantized, dtype = self._quantized_experts(kernels), self.gate_up_proj.dtype
         self.quantized_bytes = None if quantized is None else quantized.num_bytes
         if quantized is None:
             blocks = self.gate_up_proj.data, self.down_proj.data
@@ -181,6 +232,8 @@ class Experts(KernelModule):
             self._kernel = kernel = kernels.quantized_experts(*matrices, self.kernel_spec, self._biases)
         if self._sites is not None:
             kernel.set_sites(*self._sites)
+        if self._make_share is not None:
+            kernel.set_share(self._make_share(dtype))
         if quantized is not None or not kernels.keeps_weights:
             forget(self, "gate_up_proj")
             forget(self, "down_proj")

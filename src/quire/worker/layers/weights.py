@@ -139,6 +139,20 @@ class KernelModule(nn.Module):
         self._kernel = GIVEN_BACK
 
 
+class Elsewhere(nn.Module):
+    """Stands for a module that another worker has."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._original = (original,)  # in a tuple: it is no child
+
+    def missing_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """Yields the checkpoint's tensors of the module, whose place in the model is `path`, in the order of its
+        modules."""
+        for name, module in self._original[0].named_modules(prefix=path):
+            yield from own_tensors(name, module)
+
+
 def weight(*shape: int) -> nn.Parameter:
     """Returns an unfilled parameter on the current default device. Quire never trains: no gradients."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
@@ -159,6 +173,12 @@ def own_tensors(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
         return module.stored_tensors(path)
     prefix = path + "." if path else ""
     return [(prefix + name, tensor.data) for name, tensor in module.named_parameters(recurse=False)]
+
+
+def absent_tensors(path: str, module: nn.Module) -> set[str]:
+    """Returns those of `own_tensors` that stand for parts of the module that other workers have."""
+    parent = path.rpartition(".")[0]
+    return {f"{parent}.{name}" for name in getattr(module, "absent_tensors", ())}
 
 
 def own_row_orders(path: str, module: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,11 @@ from quire.worker.layers.rotary import RotaryEmbedding, SinusoidalPositions
 from quire.worker.layers.row_order import take_rows
 from quire.worker.layers.weights import (
     Cut,
+    Elsewhere,
     NamedWeights,
     Prepared,
     QuantizableWeights,
+    absent_tensors,
     allocate,
     checkpoint_tensors,
     is_allocated,
@@ -91,20 +93,35 @@ class Noise:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fills each tensor. Vectors with norm in their name become ones, so that activations keep their size."""
+        """Fills each tensor. Vectors with norm in their name become ones, so that activations keep their size. Passes
+        over tensors without memory, which another worker has."""
         for name, tensor in tensors:
-            if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):
+            if tensor.is_meta:
+                self.skip([(name, tensor)])
+            elif _is_norm(name, tensor):
                 tensor.fill_(1.0)
-                continue
-            self._noise = self._noise.to(tensor)  # converted once: what follows only copies
-            own = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
-            cut = self.cuts.get(name.rpartition(".")[0])
-            whole = own if cut is None else own.new_empty((cut.num_rows, *own.shape[1:]))
-            for part in torch.split(whole.view(-1), _NOISE_LEN):
-                part.copy_(self._noise[self._start : self._start + part.numel()])
-                self._start = (self._start + part.numel()) % _NOISE_LEN
-            if cut is not None:
-                own.copy_(whole[cut.rows])
+            else:
+                self._fill(name, tensor)
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        self._noise = self._noise.to(tensor)  # converted once: what follows only copies
+        own = tensor if tensor.is_contiguous() else tensor.mT  # matrices that are stored transposed
+        cut = self.cuts.get(name.rpartition(".")[0])
+        whole = own if cut is None else own.new_empty((cut.num_rows, *own.shape[1:]))
+        for part in torch.split(whole.view(-1), _NOISE_LEN):
+            part.copy_(self._noise[self._start : self._start + part.numel()])
+            self._start = (self._start + part.numel()) % _NOISE_LEN
+        if cut is not None:
+            own.copy_(whole[cut.rows])
+
+    def skip(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Passes over the noise of tensors that another worker has."""
+        self._start += sum(tensor.numel() for name, tensor in tensors if not _is_norm(name, tensor))
+        self._start %= _NOISE_LEN
+
+
+def _is_norm(name: str, tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and "norm" in name and name.endswith("weight")
 
 
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
@@ -219,13 +236,14 @@ def match_tensors(
     format: StoredFormat | None = None,
     rename: Callable[[str], str | None] = str,
     cuts: Mapping[str, Cut] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Stored]:
     """Returns the stored tensor of each wanted one, with its name in the file as `TensorInfo.name`.
 
     Every wanted tensor must be stored with its shape, and no other tensor may be stored that could matter. Raises
     ModelLoadError naming file and tensor. Exports of a bare decoder leave out the leading "model.". `format` reads the
     quantized tensors. `rename` gives the model's name of a stored tensor; None: not needed. `cuts` are those of wanted
-    tensors that are parts of stored ones, by `own_cuts`' names.
+    tensors that are parts of stored ones, by `own_cuts`' names. `elsewhere` are the tensors of other workers.
     """
     stored: dict[str, Stored] = {
         name: tensor
@@ -237,11 +255,12 @@ def match_tensors(
     if tied_head:
         stored.pop("lm_head.weight", None)
     if stored and not any(name.startswith("model.") for name in stored):
-        stored = {name if name in wanted else f"model.{name}": tensor for name, tensor in stored.items()}
+        known = {*wanted, *elsewhere}
+        stored = {name if name in known else f"model.{name}": tensor for name, tensor in stored.items()}
     missing = [name for name in wanted if name not in stored]
     if missing:
         raise ModelLoadError(f"{index.source} has no tensor {missing[0]}{_and_more(missing)}, which the model needs")
-    unexpected = [name for name in stored if name not in wanted]
+    unexpected = [name for name in stored if name not in wanted and name not in elsewhere]
     if unexpected:
         raise ModelLoadError(
             f"{stored[unexpected[0]].file} holds tensor {unexpected[0]}{_and_more(unexpected)}, which the model that "
@@ -299,7 +318,17 @@ def find_tensors(model: nn.Module, hf: HFConfig, directory: Path) -> dict[str, S
     rename = model.checkpoint_name if isinstance(model, NamedWeights) else str
     wanted = checkpoint_tensors(model)
     cuts = {name: cut for path, module in model.named_modules() for name, cut in own_cuts(path, module).items()}
-    return match_tensors(wanted, index, tied_head=hf.tie_word_embeddings, format=format, rename=rename, cuts=cuts)
+    away = [(path, module) for path, module in model.named_modules() if isinstance(module, Elsewhere)]
+    elsewhere = {name for path, module in away for name, _ in module.missing_tensors(path)}
+    return match_tensors(
+        wanted,
+        index,
+        tied_head=hf.tie_word_embeddings,
+        format=format,
+        rename=rename,
+        cuts=cuts,
+        elsewhere=elsewhere,
+    )
 
 
 def fill_weights(
@@ -341,11 +370,16 @@ def _fill(
     with placement.kernels.packing(packs):
         source = Noise(seed) if stored is None else _Checkpoint(stored)
         for path, module in model.named_modules():
+            if isinstance(module, Elsewhere):
+                if isinstance(source, Noise):
+                    source.skip(module.missing_tensors(path))
+                continue
             packs.begin(path)
             if isinstance(source, Noise):
                 source.cuts = own_cuts(path, module)
             own = list(module.parameters(recurse=False))
-            packed, tensors = packed_parameters(module), own_tensors(path, module)
+            packed, absent = packed_parameters(module), absent_tensors(path, module)
+            tensors = [(name, tensor) for name, tensor in own_tensors(path, module) if name not in absent]
             ready = packed if are_packed else ()
             if isinstance(source, _Checkpoint):
                 source.orders = own_row_orders(path, module)
@@ -357,7 +391,9 @@ def _fill(
                         remember_kinds(packs, module.stored_kinds)
             if ready or not is_allocated(module, placement.device, placement.dtype):
                 allocate(module, placement.device, placement.dtype, without=ready)
-            tensors = [(name, tensor) for name, tensor in own_tensors(path, module) if not tensor.is_meta]
+            tensors = own_tensors(path, module)
+            if isinstance(source, _Checkpoint):
+                tensors = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
             if isinstance(source, _Checkpoint) and not placement.kernels.keeps_weights:
                 tensors = source.lend(module, tensors)
             source.fill(tensors)

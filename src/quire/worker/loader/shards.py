@@ -1,7 +1,9 @@
 """Cuts a model that is built, but has no weights yet, to one worker's part.
 
-Every matrix is cut by its outputs, so that each output stays one sum over all inputs. Layers then return whole results:
-`Gather`. Attention is cut by heads. What is small (norms, routers) or cannot be cut is computed by every worker alike.
+A stage of a pipeline has adjacent layers; the first has the embedding, too, and the last the norm and the head. Among
+the workers of a stage every matrix is cut by its outputs, so that each output stays one sum over all inputs. Layers
+then return whole results: `Gather`. Attention is cut by heads. What is small (norms, routers) or cannot be cut is
+computed by every worker alike.
 """
 
 from __future__ import annotations
@@ -11,39 +13,60 @@ from collections import Counter
 import torch
 from torch import nn
 
-from quire.errors import UnsupportedModelError
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.worker.kernels.base import ExpertsShare
 from quire.worker.layers.linear import Embedding, Linear
+from quire.worker.layers.moe import Experts
+from quire.worker.layers.weights import Elsewhere
 from quire.worker.models.attention import SelfAttention
 from quire.worker.models.decoder import DecoderForCausalLM
 from quire.worker.models.latent import LatentAttention
-from quire.worker.parallel.collectives import Collectives, Gather
-from quire.worker.parallel.plan import share_heads, share_outputs
+from quire.worker.parallel.collectives import Collectives, Gather, Meeting
+from quire.worker.parallel.plan import Stage, share_experts, share_heads, share_outputs
 
 
 class Sharding:
     """One worker's part of models."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
+    def __init__(
+        self, collectives: Collectives | None, stage: Stage | None = None, expert_placement: str | None = None
+    ) -> None:
+        """None: there are no others in the stage, or there is one stage only, or no worker has whole experts."""
+        self.collectives, self.stage, self._expert_placement = collectives, stage, expert_placement
         self._uses = Counter[str]()
 
     @property
     def name(self) -> str:
         """Name of the part: the same name means the same part."""
-        group = self.collectives.group
-        return f"{group.kind} {group.index} of {group.size}"
+        stage, names = self.stage, list[str]()
+        if stage is not None:
+            names.append(f"pp {stage.index} of {stage.partition or stage.count}")
+        if self.collectives is not None:
+            group = self.collectives.group
+            names.append(f"{group.kind} {group.index} of {group.size}")
+            names += [] if self._expert_placement is None else [f"experts {self._expert_placement}"]
+        return ", ".join(names)
 
     def cut(self, model: nn.Module) -> None:
-        """Leaves `model`, which is on the meta device, this worker's part. Raises UnsupportedModelError."""
+        """Leaves `model`, which is on the meta device, this worker's part. Raises UnsupportedModelError or
+        ConfigError."""
         if not isinstance(model, DecoderForCausalLM):
             raise UnsupportedModelError(
-                f"--tensor-parallel-size {self.collectives.group.size}: {type(model).__name__} cannot be divided among "
-                "workers; only text generation by decoders can be; leave the flag out"
+                f"{type(model).__name__} cannot be divided among workers; only text generation by decoders can be; "
+                "leave --tensor-parallel-size and --pipeline-parallel-size out"
             )
+        if self.stage is not None:
+            cut_to_stage(model, self.stage)
+        if self.collectives is not None:
+            self._cut_to_share(model)
+
+    def _cut_to_share(self, model: DecoderForCausalLM) -> None:
         with torch.device("meta"):
             for path, module in model.named_modules():
                 if isinstance(module, SelfAttention):
                     self._cut_attention(path, module)
+                elif isinstance(module, Experts):
+                    self._cut_experts(path, module)
             for path, module in model.named_modules():
                 if isinstance(module, Linear) and not module.cuts and self._is_cut(model, path):
                     self._cut_linear(path, module)
@@ -63,8 +86,8 @@ class Sharding:
         role = " ".join([*(part for part in path.split(".") if not part.isdigit()), str(width)])
         number = self._uses[role] % 2
         self._uses[role] += 1
-        group = self.collectives.group
-        start, end = share_outputs(group, width)
+        assert self.collectives is not None
+        start, end = share_outputs(self.collectives.group, width)
         return Gather(self.collectives, f"{role} {number}", width, start, end, copies=copies, guards=guards)
 
     def _cut_linear(self, path: str, linear: Linear) -> None:
@@ -72,6 +95,7 @@ class Sharding:
 
     def _cut_attention(self, path: str, attention: SelfAttention) -> None:
         spec, whole = attention.attn.spec, None
+        assert self.collectives is not None
         share = share_heads(self.collectives.group, spec.num_heads, spec.num_kv_heads)
         if attention.norms_all_heads:
             whole = self._gather(f"{path}.qkv_proj", sum(attention.sizes), copies=True)
@@ -79,9 +103,77 @@ class Sharding:
         attended.start, attended.end = share.heads.start * spec.value_size, share.heads.stop * spec.value_size
         attention.cut(share, attended, whole)
 
+    def _cut_experts(self, path: str, experts: Experts) -> None:
+        assert self.collectives is not None
+        spec, width, group = experts.spec, experts.hidden_size, self.collectives.group
+        num_choices = spec.router.num_experts_per_token
+        if spec.layout in ("stacked", "transposed"):
+            if self._expert_placement is not None:
+                raise UnsupportedModelError(
+                    "--enable-expert-parallel: the experts of this model are stored in one tensor, which is not "
+                    "divided yet: each worker computes all; leave it out"
+                )
+            return
+        role = " ".join(part for part in path.split(".") if not part.isdigit())
+        if self._expert_placement is not None and spec.num_experts >= group.size:
+            own, first, order = share_experts(group, spec.num_experts, self._expert_placement)
+            places = None if order is None else torch.tensor(order, dtype=torch.int32, device="cpu")
+            inner, outputs, gather = range(spec.expert_size), range(width), None
+            meet = Meeting(self.collectives, f"{role} answers", num_choices, width, torch.float32)
+        elif spec.expert_size >= group.size:
+            own, first, places = range(spec.num_experts), 0, None
+            inner, gather = range(*share_outputs(group, spec.expert_size)), self._gather(path, width)
+            outputs = range(gather.start, gather.end)
+            stride = -(-spec.expert_size // 64) * 64
+            meet = Meeting(self.collectives, f"{role} between", num_choices, stride)
+        else:
+            return
+
+        def make_share(dtype: torch.dtype) -> ExpertsShare:
+            complete = None if gather is None else gather.compute
+            ready, meeting = meet.collectives.ready, meet.buffer(dtype)
+            return ExpertsShare(spec.num_experts, own, first, places, inner, outputs, meeting, ready, complete)
+
+        experts.cut(own, inner, outputs, make_share)
+
     def _cut_vocabulary(self, model: DecoderForCausalLM) -> None:
-        table: Embedding = model.model.embed_tokens
+        table: nn.Module = model.model.embed_tokens
+        if not isinstance(table, Embedding):
+            return  # of another stage
         num_ids, dim = table.weight.shape
         logits = self._gather("logits", num_ids, guards=True)
         vectors = self._gather("vectors", dim)
         table.cut(torch.arange(logits.start, logits.end, device="cpu"), vectors, logits)
+
+
+def cut_to_stage(model: DecoderForCausalLM, stage: Stage) -> None:
+    """Leaves `model` the modules of one stage. Raises ConfigError if its layers cannot be divided so."""
+    decoder = model.model
+    own = stage.layers(len(decoder.layers))
+    for i, layer in enumerate(decoder.layers):
+        if i not in own:
+            decoder.layers[i] = Elsewhere(layer)
+        elif isinstance(layer.self_attn, SelfAttention):
+            _check_source(layer.self_attn, i, own)
+    decoder.own_layers = own
+    names = [] if stage.is_last else ["model.norm", "lm_head"]
+    if not stage.is_first:
+        names += ["model.embed_positions", "model.embed_norm", "model.layer_inputs"]
+        names += [] if stage.is_last and model.lm_head is None else ["model.embed_tokens"]
+    for path in names:
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        if getattr(owner, name) is not None:
+            setattr(owner, name, Elsewhere(getattr(owner, name)))
+
+
+def _check_source(attention: SelfAttention, number: int, own: range) -> None:
+    """Raises ConfigError for a layer that reads keys and values of a layer in an earlier stage."""
+    if attention.layer.kv_from is None:
+        return
+    source = int(attention.layer.kv_from.split(".")[2])
+    if source not in own:
+        raise ConfigError(
+            f"--pipeline-parallel-size: layer {number} reads the keys and values of layer {source}, which is in an "
+            "earlier stage; set QUIRE_PP_LAYER_PARTITION so that they are in one, or use --tensor-parallel-size"
+        )

@@ -6,7 +6,7 @@ config/tensor_names.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -207,16 +207,20 @@ class LayerInputs(KernelModule):
         self._kernel = kernel = kernels.rotation(self.size, norm.weight.data, norm.weight.data, norm.spec)
         return kernel
 
-    def forward(self, input_ids: Tensor, x: Tensor) -> Iterator[tuple[Tensor]]:
-        """Yields the input of each layer, [num_tokens, size]. input_ids: [num_tokens]; ids that the table lacks count
-        as 0. x: [num_tokens, hidden], their embeddings."""
+    def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """Returns the inputs of all layers side by side, [num_tokens, num_layers * size]. input_ids: [num_tokens]; ids
+        that the table lacks count as 0. x: [num_tokens, hidden], their embeddings."""
         ids = input_ids.where(input_ids < self.vocab_size, 0) if self.lacks_ids else input_ids
         rows = self.scale(self.embed_tokens(ids))  # [num_tokens, num_layers * size]
         projected = self.projection(x)
         projected, _ = (self._kernel or self.prepare(TORCH_KERNELS))(projected, projected[:, :0], None)
-        inputs = self.scale_of_sum(projected + rows)
-        for own in inputs.view(len(x), -1, self.size).unbind(1):
-            yield (own,)
+        inputs: Tensor = self.scale_of_sum(projected + rows)
+        return inputs
+
+
+def split_inputs(rows: Tensor, num_layers: int) -> list[tuple[Tensor]]:
+    """Returns the input of each layer, [num_tokens, size], of the result of `LayerInputs`."""
+    return [(own,) for own in rows.view(len(rows), num_layers, -1).unbind(1)]
 
 
 class LayerInput(nn.Module):

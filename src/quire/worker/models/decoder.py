@@ -17,7 +17,8 @@ from quire.worker.attention.backend import States, get_forward_context
 from quire.worker.kernels.specs import LinearSpec
 from quire.worker.layers.linear import Embedding, Linear, Scale
 from quire.worker.layers.rotary import RotaryEmbedding
-from quire.worker.models.blocks import BLOCKS, LayerInputs
+from quire.worker.layers.weights import Elsewhere
+from quire.worker.models.blocks import BLOCKS, LayerInputs, split_inputs
 from quire.worker.models.spec import DecoderSpec, make_norm, make_positions
 
 
@@ -45,14 +46,38 @@ class Decoder(nn.Module):
         self.layer_inputs = None if spec.layer_input_size is None else LayerInputs(hf, spec, spec.layer_input_size)
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
-        self.norm = make_norm(spec, hf.hidden_size)
+        self.own_layers = range(len(spec.layers))
+        """Numbers of the layers that this worker computes; the others are `Elsewhere`."""
+        self.norm: nn.Module = make_norm(spec, hf.hidden_size)
         self.taps: tuple[int, ...] = ()
         """Layers whose inputs are returned, too, in increasing order: heads that draft read them."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> States:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None, rows: Tensor | None = None
+    ) -> States:
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]; with taps, that and the residual stream before
-        each of those layers."""
-        x = self.embed_tokens(input_ids)  # [num_tokens, hidden]
+        each of those layers.
+
+        A stage of a pipeline gets `hidden` and `rows`, the results of the stage before: the residual stream, and the
+        inputs of all layers where there are some. All but the last return them.
+        """
+        x = self._embed(input_ids, positions) if hidden is None else hidden
+        rotations = {name: rope(positions) for name, rope in self.ropes.items()}
+        if rows is None and isinstance(self.layer_inputs, LayerInputs):
+            rows = self.layer_inputs(input_ids, x)  # [num_tokens, num_layers * size]
+        inputs = [()] * len(self.layers) if rows is None else split_inputs(rows, len(self.layers))
+        tapped = []
+        for i in self.own_layers:
+            if i in self.taps:
+                tapped.append(x)
+            x = self.layers[i](x, rotations, *inputs[i])
+        if isinstance(self.norm, Elsewhere):
+            return x if rows is None else (x, rows)
+        normed: Tensor = self.norm(x)
+        return (normed, *tapped) if self.taps else normed
+
+    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.embed_tokens(input_ids)  # [num_tokens, hidden]
         embeds = get_forward_context().embeds
         if embeds is not None:
             x[embeds[0]] = embeds[1].to(x.dtype)
@@ -62,15 +87,7 @@ class Decoder(nn.Module):
             x = self.embed_positions(positions, x)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        rotations = {name: rope(positions) for name, rope in self.ropes.items()}
-        inputs = [()] * len(self.layers) if self.layer_inputs is None else self.layer_inputs(input_ids, x)
-        tapped = []
-        for i, (layer, own) in enumerate(zip(self.layers, inputs, strict=True)):
-            if i in self.taps:
-                tapped.append(x)
-            x = layer(x, rotations, *own)
-        normed: Tensor = self.norm(x)
-        return (normed, *tapped) if self.taps else normed
+        return x
 
 
 class DecoderForCausalLM(nn.Module):
@@ -93,10 +110,10 @@ class DecoderForCausalLM(nn.Module):
     def checkpoint_name(self, name: str) -> str | None:
         return renamed(name, self.names)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> States:
+    def forward(self, input_ids: Tensor, positions: Tensor, *received: Tensor) -> States:
         """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden], and those of
-        `model.taps`."""
-        states: States = self.model(input_ids, positions)
+        `model.taps`; `received`: see `Decoder`."""
+        states: States = self.model(input_ids, positions, *received)
         return states
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

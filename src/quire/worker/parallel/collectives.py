@@ -94,3 +94,24 @@ class Gather:
         fill(whole)
         group.ready()
         return whole
+
+
+class Meeting:
+    """A buffer that all workers write parts of, with a row for each of `num_choices` experts of a token.
+
+    Its parts may be written again once all workers have passed another barrier.
+    """
+
+    def __init__(
+        self, collectives: Collectives, name: str, num_choices: int, width: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype`: None for the model's."""
+        self.collectives = collectives
+        self._name, self._num_choices, self._width, self._dtype = name, num_choices, width, dtype
+        itemsize = 2 if dtype is None else dtype.itemsize
+        collectives.row_bytes[name] = num_choices * width * itemsize
+
+    def buffer(self, dtype: torch.dtype) -> Tensor:
+        """Returns the buffer, in a model of type `dtype`."""
+        shape = (self.collectives.max_rows * self._num_choices, self._width)
+        return self.collectives.shared(f"{self._name} {shape}", shape, self._dtype or dtype)

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.wire.topology import Group
+from quire.wire.topology import Group, layers_of_stage
 
 UNITS = (64, 32, 16)
 """Outputs that stay together, the best first: panels of quantized weights, cache lines, blocks of packed weights."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Place of a worker in a pipeline."""
+
+    index: int
+    count: int
+    partition: tuple[int, ...] = ()
+    """Number of layers of each stage; empty: as even as possible."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for the stage that reads token ids."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage that makes logits."""
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Returns the numbers of its layers. Raises ConfigError if the layers cannot be divided so."""
+        try:
+            return range(*layers_of_stage(num_layers, self.count, self.index, self.partition))
+        except ValueError as e:
+            raise ConfigError(f"--pipeline-parallel-size {self.count}: {e}") from None
 
 
 @dataclass(frozen=True)
@@ -62,6 +90,19 @@ def share_outputs(group: Group, num_outputs: int) -> tuple[int, int]:
         unit = UNITS[-1]
     start, end = group.share(-(-num_outputs // unit))
     return start * unit, min(num_outputs, end * unit)
+
+
+def share_experts(group: Group, num_experts: int, placement: str) -> tuple[Sequence[int], int, list[int] | None]:
+    """Returns a worker's whole experts, their place in the order in which each worker's are adjacent, and that order:
+    the place of each expert; None for the order of their numbers. The first workers have one more where the number of
+    experts is no multiple. `placement`: linear or round_robin."""
+    size, (each, rest) = group.size, divmod(num_experts, group.size)
+    firsts = [rank * each + min(rank, rest) for rank in range(size + 1)]
+    first = firsts[group.index]
+    if placement == "linear":
+        return range(first, firsts[group.index + 1]), first, None
+    places = [firsts[expert % size] + expert // size for expert in range(num_experts)]
+    return range(group.index, num_experts, size), first, places
 
 
 def share_heads(group: Group, num_heads: int, num_kv_heads: int) -> HeadShare:

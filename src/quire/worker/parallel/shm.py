@@ -13,6 +13,7 @@ import os
 import torch
 from torch import Tensor
 
+from quire.failpoints import failpoint
 from quire.wire.shared_memory import set_abort_word
 from quire.wire.topology import Group
 from quire.worker.host import cpu_quota
@@ -26,11 +27,14 @@ PAGE_BYTES = 1 << 16
 class ShmCollectives(Collectives):
     """Collectives over a shared file."""
 
-    def __init__(self, fd: int, group: Group, kernels: Kernels, max_rows: int, *, num_threads: int = 1) -> None:
-        """`num_threads`: those of all workers on this host, which decide whether a barrier may spin."""
+    def __init__(
+        self, fd: int, group: Group, kernels: Kernels, max_rows: int, *, num_threads: int = 1, start: int = 0
+    ) -> None:
+        """`num_threads`: those of all workers on this host, which decide whether a barrier may spin. `start`: where the
+        group's part of the file begins."""
         self.group, self.max_rows, self.copy = group, max_rows, kernels.copier()
         self.row_bytes = {}
-        self._fd, self._end, self._buffers = fd, 0, dict[tuple[str, torch.dtype], Tensor]()
+        self._fd, self._end, self._buffers = fd, start, dict[tuple[str, torch.dtype], Tensor]()
         self._words = self.shared("words", (2 * words_bytes(group.size),), torch.uint8)
         spin_ns = SPIN_NS if num_threads <= min(os.cpu_count() or 1, cpu_quota() or num_threads) else 0
         self._barrier = kernels.barrier(self._words, group.index, group.size, spin_ns)
@@ -49,6 +53,7 @@ class ShmCollectives(Collectives):
         return buffer
 
     def ready(self) -> None:
+        failpoint("worker.barrier", str(self.group.rank))
         self._barrier()
 
     def agree(self, value: int) -> int:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,28 @@ def test_steps_may_be_waited_for_later(shared: MultiprocExecutor) -> None:
     assert sampled.result().sampled_token_ids == [[5]]
 
 
+def test_several_steps_may_be_on_their_way() -> None:
+    """Each has its own answer, in whatever order they are asked for, with calls between them."""
+    executor = make(pipeline_parallel_size=2)
+    try:
+        assert (executor.max_concurrent_batches, executor.needs_sampled_tokens) == (2, True)
+        futures = [executor.execute_model(step("logits"), non_block=True) for _ in range(2)]
+        sampled = executor.sample_tokens(None, non_block=True)
+        assert executor.collective_rpc("get_pid") == pids_of(executor)
+        assert isinstance(sampled, Future)
+        assert sampled.done(), "its answer came before that of a later call"
+        assert sampled.result().sampled_token_ids == [[7]], "the first worker of the last stage answers"
+        assert [future.result() for future in futures if isinstance(future, Future)] == [None, None]
+        failing = executor.execute_model(step("fail 1"), non_block=True)
+        after = executor.sample_tokens(None, non_block=True)
+        for future in (failing, after):
+            assert isinstance(future, Future)
+            with pytest.raises(ModelLoadError, match="rank 1 has a fault"):
+                future.result()
+    finally:
+        executor.shutdown()
+
+
 def test_functions_are_called_by_their_names(shared: MultiprocExecutor) -> None:
     assert shared.collective_rpc(add_rank, args=(10,)) == [10, 11]
     with pytest.raises(ValidationError, match="define it at the top of a module"):
@@ -130,6 +153,29 @@ def test_the_end_leaves_no_process_not_even_one_that_hangs() -> None:
 def test_a_worker_that_cannot_be_made_is_an_error_with_its_end() -> None:
     with pytest.raises(ServerError, match=r"worker . exited with code 1; its last words are above"):
         make("NoSuchWorker")
+
+
+def test_engines_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processor has two workers, of whatever engine; an engine that was added shares those of another."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+    def parts(engine: int, text: str = "auto") -> list[list[int]]:
+        sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "cpu_bind": text}
+        return bind_cpus(ParallelConfig(**sizes, engine_index=engine), Path("/nowhere"))  # type: ignore[arg-type]
+
+    assert parts(0) + parts(1) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert parts(2) == parts(0)
+    assert parts(0, "0|1|2|3") + parts(1, "0|1|2|3") == [[0], [1], [2], [3]]
+    with pytest.raises(ConfigError, match="2 lists for 4 workers"):
+        parts(0, "0|1")
+    second = ParallelConfig(
+        tensor_parallel_size=2,
+        data_parallel_size=4,
+        data_parallel_size_local=2,
+        data_parallel_start_rank=2,
+        engine_index=3,
+    )
+    assert bind_cpus(second, Path("/nowhere")) == [[4, 5], [6, 7]], "the second engine of the second machine"
 
 
 def test_workers_share_the_processors() -> None:

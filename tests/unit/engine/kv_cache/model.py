@@ -9,6 +9,7 @@ from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.hashing import HashFunction, make_block_hasher
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
 from quire.wire.block_hash import BlockHash, hash_block
 from quire.wire.kv_cache import (
     AnyKVCacheSpec,
@@ -31,6 +32,7 @@ class ModelRequest:
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
     prompt_embeds: None = None
+    sampling_params: SamplingParams | None = None
     lora_revision: int = 1
     lora_start: int = 0
     skip_reading_prefix_cache: bool = False

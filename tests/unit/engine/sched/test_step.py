@@ -6,8 +6,9 @@ import pytest
 
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.step import StepBuilder, StepsInFlight
+from quire.wire.execution import ModelRunnerOutput
 
-from ..harness import make_request
+from ..harness import make_request, make_scheduler
 
 
 def test_adding_spends_the_budget_and_advances_the_request() -> None:
@@ -87,3 +88,18 @@ def test_ids_are_told_once_and_again_if_the_step_was_lost() -> None:
     assert (third.finished_req_ids, third.preempted_req_ids) == ({"f", "g"}, {"p"})
     with pytest.raises(RuntimeError, match="given up"):
         steps.receive(first)
+
+
+def test_requests_are_divided_among_the_steps_in_flight() -> None:
+    scheduler = make_scheduler(max_concurrent_steps=2, sends_tokens=True)
+    for name in "abc":
+        scheduler.add_request(make_request(name, 4))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert list(first.num_scheduled_tokens) == ["a", "b"]
+    assert list(second.num_scheduled_tokens) == ["c"]
+    scheduler.update_from_output(first, ModelRunnerOutput(["a", "b"], [[7], [8]]))
+    third = scheduler.schedule()
+    assert list(third.num_scheduled_tokens) == ["a", "b"], "the token of the other is in flight"
+    assert third.scheduled_cached_reqs.new_token_ids == {"a": [7], "b": [8]}, "not all workers have sampled them"
+    scheduler.update_from_output(second, ModelRunnerOutput(["c"], [[9]]))
+    assert scheduler.schedule().scheduled_cached_reqs.new_token_ids == {"c": [9]}

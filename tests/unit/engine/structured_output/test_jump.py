@@ -68,7 +68,7 @@ def test_forced_tokens_take_no_step(manager: StructuredOutputManager) -> None:
     assert engine.last("a").finish_reason is FinishReason.STOP
     assert [len(one.new_token_ids) for one in engine.outputs["a"]] == [4, 5, 3]
     told = [step.scheduled_cached_reqs.new_token_ids.get("a") for step in steps]
-    assert told[:3] == [None, [2, 3, 4], [6, 7, 8, 9]]
+    assert told[:3] == [None, [1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert [step.num_scheduled_tokens.get("a") for step in steps][:3] == [4, 4, 5]
 
 

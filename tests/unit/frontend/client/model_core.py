@@ -42,12 +42,15 @@ def token_at(prompt: Sequence[int], index: int) -> int:
     return hashlib.sha256(f"{list(prompt)} {index}".encode()).digest()[0]
 
 
-def make_ready(incarnation: int = 0, next_sequence: int = 1, engine_index: int = 0) -> EngineCoreReadyResponse:
+def make_ready(
+    incarnation: int = 0, next_sequence: int = 1, engine_index: int = 0, numerics_id: str = ""
+) -> EngineCoreReadyResponse:
     return EngineCoreReadyResponse(
         *(64, 8, 16, 128, 2.0, ("generate",)),
         engine_index=engine_index,
         incarnation=incarnation,
         next_sequence=next_sequence,
+        numerics_id=numerics_id,
     )
 
 
@@ -86,6 +89,13 @@ class ModelCore:
                 self.calls.append((method, args))
                 self.send(utility_output=UtilityOutput(call_id, result=method))
         self.inbox.clear()
+
+    def greet(self) -> list[EngineCoreOutputs]:
+        """Begins again, as its client wants. Returns what it has sent, which may arrive yet."""
+        self.inbox.clear()
+        self.requests.clear()
+        sent, self.outbox = self.outbox, []
+        return sent
 
     def step(self) -> None:
         """May end with `is_dead`: then nothing of this step was sent."""

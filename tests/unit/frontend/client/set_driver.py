@@ -8,7 +8,7 @@ from quire.frontend.client.control_calls import Answer
 from quire.frontend.client.engine_set import EngineSet
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
-from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 
 from .model_core import ModelCore, Receiver, make_ready
 
@@ -29,6 +29,10 @@ class SetDriver(Receiver):
         self.late: list[EngineCoreOutputs] = []
         """Messages of dead cores, and of engines that were removed, that have not arrived."""
         self.answers: list[Answer] = []
+        self.away: set[int] = set()
+        """Engines on machines that are out of reach."""
+        self.numerics: dict[int, str] = {}
+        """`numerics_id` of each engine, where that matters."""
 
     # -- engines ------------------------------------------------------------------------------------------------------
 
@@ -41,9 +45,26 @@ class SetDriver(Receiver):
     def start(self, index: int) -> ModelCore:
         core = self.cores[index] = ModelCore(self.num_cores[index], self.max_num_seqs, engine_index=index)
         self.num_cores[index] += 1
-        self.set.on_ready(index, make_ready(core.incarnation, engine_index=index))
-        self.settle()
+        self.connect(index)
         return core
+
+    def connect(self, index: int) -> None:
+        """The ready frame of a core arrives."""
+        core, numerics = self.cores[index], self.numerics.get(index, "")
+        ready = make_ready(core.incarnation, core.num_sent + 1, engine_index=index, numerics_id=numerics)
+        self.set.on_ready(index, ready)
+        self.settle()
+
+    def lose(self, index: int) -> None:
+        """The machine of an engine is out of reach: its core lives on."""
+        self.away.add(index)
+        self.set.lose(index, "is out of reach")
+        self.settle()
+
+    def regain(self, index: int) -> None:
+        self.away.discard(index)
+        self.set.regain(index)
+        self.settle()
 
     def start_all(self) -> None:
         for index in self.startable:
@@ -100,11 +121,17 @@ class SetDriver(Receiver):
     def settle(self) -> None:
         """Carries what the set produces to where it belongs."""
         messages, self.set.messages = self.set.messages, []
+        greeting = []
         for index, message in messages:
             if index in self.cores:
-                self.cores[index].inbox.append(message)
+                if message.type is EngineCoreRequestType.GREET:
+                    self.late += self.cores[index].greet()
+                    greeting.append(index)
+                else:
+                    self.cores[index].inbox.append(message)
         deliveries, self.set.deliveries = self.set.deliveries, []
         for outputs in deliveries:
+            assert not (outputs.sequence and outputs.engine_index in self.away), "of a core that was given up"
             for output in outputs.outputs:
                 self.note(output)
         self.answers += self.set.answers
@@ -113,6 +140,8 @@ class SetDriver(Receiver):
         live = self.delivered.keys() - self.ends.keys()
         assert self.set.num_live_requests == len(live)
         assert all(sum(link.has_request(name) for link in links) == 1 for name in live)
+        for index in greeting:
+            self.connect(index)
 
     # -- the user -----------------------------------------------------------------------------------------------------
 
@@ -135,6 +164,8 @@ class SetDriver(Receiver):
         for _ in range(max_turns):
             if not self.set.num_live_requests:
                 return
+            for index in list(self.away):
+                self.regain(index)
             self.start_all()
             for index in list(self.cores):
                 if index in self.cores:

@@ -260,3 +260,88 @@ def test_links_have_their_own_control_state() -> None:
     first, second = EngineLink(), EngineLink()
     second.inherit_calls(first)
     assert second._calls._state is not first._calls._state
+
+
+def test_a_lost_machine_gives_up_everything_at_once() -> None:
+    """Also calls: it is unknown when the engine is back."""
+    driver = running()
+    driver.set.call_utility("is_sleeping", ())
+    driver.settle()
+    driver.lose(1)
+    assert (num_at(driver, 0), num_at(driver, 1)) == (8, 0)
+    assert driver.set.counts["moves.1.lost"] == 4
+    driver.step(0)
+    assert len(driver.answers) == 1, "the lost one is not waited for"
+    assert driver.set.call_utility("is_sleeping", ()) == 2
+    driver.settle()
+    driver.step(0)
+    assert len(driver.answers) == 2
+    driver.step(1)  # it lives on, and nothing of it counts
+    driver.regain(1)
+    assert driver.cores[1].requests == {}
+    driver.add(make_request("later", 5))
+    assert num_at(driver, 1) == 1
+    finish(driver)
+
+
+def test_a_machine_that_comes_has_the_state_of_the_others() -> None:
+    driver = running(3, num_requests=0)
+    driver.lose(2)
+    driver.set.call_utility("pause_scheduler", ("keep", True))
+    driver.settle()
+    for index in (0, 1):
+        driver.step(index)
+    assert len(driver.answers) == 1
+    driver.regain(2)
+    driver.step(2)
+    assert driver.cores[2].calls[-1] == ("pause_scheduler", ("keep", False))
+    assert driver.set.links[2].state is LinkState.UP
+
+
+def test_a_machine_with_too_short_a_context_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    driver = SetDriver(2, remote_engines=(1,))
+    driver.start(0)
+    driver.set.least_model_len = 65
+    driver.start(1)
+    driver.regain(1)
+    assert driver.set.links[1].state is LinkState.DOWN
+    assert "engine 1 is left out: it has a context of 64 tokens, and clients were promised 65" in caplog.text
+
+
+def unlike(**fields: object) -> SetDriver:
+    """Two engines of unlike numerics; three requests at each have output, and one at each has none."""
+    driver = SetDriver(2, max_num_seqs=3, **fields)
+    driver.numerics = {0: "avx2", 1: "amx"}
+    driver.start_all()
+    for i in range(8):
+        driver.add(make_request(f"r{i}", 4))
+    for index in (0, 1):
+        driver.step(index)
+    return driver
+
+
+def test_streams_do_not_move_to_an_engine_that_computes_other_bits() -> None:
+    driver = unlike()
+    driver.die(1)
+    assert (num_at(driver, 0), num_at(driver, 1)) == (5, 3), "the one without a token has moved"
+    assert driver.set.counts["foreign_moves"] == 0
+    assert not driver.set.can_empty(1)
+    driver.start(1)
+    finish(driver)
+
+
+def test_streams_that_can_go_on_nowhere_end_with_the_reason() -> None:
+    driver = unlike()
+    driver.give_up(1)
+    (message,) = {end.error_message for end in driver.ends.values()}
+    assert message is not None
+    assert "no other engine computes the same numbers (--reroute-any-numerics" in message
+    assert num_at(driver, 0) == 5
+
+
+def test_streams_move_anywhere_if_the_operator_wants_it() -> None:
+    driver = unlike(reroutes_any=True)
+    driver.die(1)
+    assert (num_at(driver, 0), num_at(driver, 1)) == (8, 0)
+    assert driver.set.counts["foreign_moves"] == 3
+    finish(driver)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.frontend.client.engine_set import EngineSet
-from quire.frontend.client.link import EngineLink
+from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.supervision.journal import JournalEntry, Standing
+from quire.frontend.supervision.quarantine import CoreDeath
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 from tests.seeds import examples, seeds
 
@@ -97,15 +98,31 @@ class SetMachine(RuleBasedStateMachine):
         self.driver.set.undrain(data.draw(st.sampled_from(sorted(self.driver.set.links))))
         self.driver.settle()
 
+    @rule(data=st.data())
+    def lose_machine(self, data: st.DataObject) -> None:
+        self.driver.lose(data.draw(st.sampled_from(sorted(self.driver.set.links))))
+
+    @precondition(lambda self: self.driver.away)
+    @rule(data=st.data())
+    def regain_machine(self, data: st.DataObject) -> None:
+        self.driver.regain(data.draw(st.sampled_from(sorted(self.driver.away))))
+
     @precondition(lambda self: len(self.driver.num_cores) < MAX_ENGINES)
     @rule()
     def grow(self) -> None:
         self.driver.grow()
 
-    @precondition(lambda self: len(self.driver.set.links) > 1)
+    @precondition(lambda self: len(self.removable) > 0)
     @rule(data=st.data())
     def shrink(self, data: st.DataObject) -> None:
-        self.driver.shrink(data.draw(st.sampled_from(sorted(self.driver.set.links))))
+        self.driver.shrink(data.draw(st.sampled_from(self.removable)))
+
+    @property
+    def removable(self) -> list[int]:
+        """Engines without which another is left that works, or will."""
+        links = self.driver.set.links
+        left = [i for i, link in links.items() if link.state is not LinkState.GONE]
+        return sorted(i for i in links if left not in ([i], []))
 
     @precondition(lambda self: len(self.driver.startable) + len(self.driver.cores) > 1)
     @rule(data=st.data())
@@ -194,7 +211,15 @@ def play(seed: int, num_operations: int) -> SetDriver:
     def deliver_late() -> None:
         driver.deliver_late(rng.randint(1, 5))
 
+    def part() -> None:
+        index = rng.choice(list(driver.set.links))
+        if index in driver.away:
+            driver.regain(index)
+        else:
+            driver.lose(index)
+
     operations = {add: 12, abort: 2, step: 40, deliver: 20, die: 3, start: 6, resize: 1, drain: 10, deliver_late: 3}
+    operations[part] = 2
     for act in rng.choices(list(operations), list(operations.values()), k=num_operations):
         act()
     driver.run()
@@ -236,6 +261,10 @@ def _forgets_the_last_token(link: EngineLink, entries: list[JournalEntry], *, ar
     ADOPT(link, entries, are_suspects=are_suspects)
 
 
+def _listens_on(link: EngineLink, death: CoreDeath) -> None:
+    link.on_death(death)
+
+
 def _does_nothing(*args: object) -> None:
     """Nothing is gathered, or released."""
 
@@ -247,6 +276,7 @@ MUTANTS = [
     (EngineLink, "adopt", _forgets_the_last_token),
     (EngineLink, "release", _does_nothing),
     (EngineSet, "_gather", _does_nothing),
+    (EngineLink, "cut", _listens_on),
 ]
 
 

@@ -359,6 +359,20 @@ def test_a_message_lost_before_the_first_that_comes_is_noticed() -> None:
     assert link.messages[-1].payload.request_id == "a~1"
 
 
+def test_a_message_that_overtakes_the_ready_frame_is_not_lost() -> None:
+    """A core that takes in news at its start sends statistics as soon as a client is connected."""
+    link = EngineLink(0)
+    link.on_outputs(outputs(incarnation=4, sequence=1))
+    link.on_ready(make_ready(4, next_sequence=1))
+    link.on_outputs(outputs(incarnation=4, sequence=2))
+    assert (link.counts["stale"], link.counts["lost"]) == (1, 0)
+    link.on_outputs(outputs(incarnation=4, sequence=4))
+    assert link.counts["lost"] == 1
+    link.on_ready(make_ready(5, next_sequence=1))
+    link.on_outputs(outputs(incarnation=5, sequence=1))
+    assert link.counts["lost"] == 1, "numbers of another core do not count"
+
+
 def test_a_connection_that_was_lost_goes_on_at_the_number_it_is_told() -> None:
     link = EngineLink(1, is_shared=True)
     link.on_ready(make_ready())

@@ -6,11 +6,13 @@ import queue
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
 from quire.errors import EngineDeadError, ModelLoadError, ServerError, ValidationError
+from quire.frontend.client.coordinator_link import CoordinatorLink
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread
 from quire.frontend.supervision.quarantine import CoreDeath
@@ -24,7 +26,7 @@ from quire.wire.engine_core import (
     UtilityOutput,
 )
 from quire.wire.execution import LogprobsTensors
-from quire.wire.handshake import EngineZmqAddresses
+from quire.wire.handshake import SUBSCRIPTION, EngineZmqAddresses
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.sockets import SocketDirectory, make_zmq_socket
 
@@ -60,7 +62,7 @@ class Sink:
 class Stage:
     """A thread on sockets of its own."""
 
-    def __init__(self, *, attached_patience_s: float | None = None) -> None:
+    def __init__(self, *, attached_patience_s: float | None = None, coordinator: str | None = None) -> None:
         self.directory = SocketDirectory()
         self.addresses = EngineZmqAddresses([self.directory.endpoint("i")], [self.directory.endpoint("o")])
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -72,6 +74,8 @@ class Stage:
             self.thread = LinkThread(self.link, router, pull, self.sink)
         else:
             self.thread = AttachedLinkThread(self.link, router, pull, self.sink, attached_patience_s)
+        if coordinator is not None:
+            self.thread.coordinator = CoordinatorLink(self.context, coordinator)
         self.thread.start()
 
     def start_engine(self, incarnation: int = 0) -> FakeEngine:
@@ -120,6 +124,30 @@ def test_a_request_and_its_outputs(stage: Stage, engine: FakeEngine) -> None:
     assert stage.thread.started.result() == READY
     assert stage.thread.name == "EngineCoreOutputQueueThread"
     assert stage.thread.daemon
+
+
+def test_the_coordinator_is_followed_and_learns_of_a_first_request() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    directory = SocketDirectory()
+    front = make_zmq_socket(context, directory.endpoint("front"), zmq.XPUB)
+    stage = Stage(coordinator=directory.endpoint("front"))
+    follower = stage.thread.coordinator
+    assert follower is not None
+    with stage.start_engine() as engine:
+        assert front.recv() == SUBSCRIPTION
+        for message in (b"garbage", msgspec.msgpack.encode((4, False))):
+            front.send(message)
+        stage.wait_until(lambda: follower.wave == 4)
+        stage.add(make_request("a"))
+        assert engine.receive().type is EngineCoreRequestType.ADD
+        assert msgspec.msgpack.decode(front.recv()) == [0, 4]
+        stage.thread.post(lambda: stage.link.abort_requests(["a"]))
+        assert engine.receive().payload == ["a"]
+    stage.close()
+    assert not front.poll(0) or front.recv() == b"\0"  # aborts are not reported
+    front.close()
+    context.term()
+    directory.remove()
 
 
 def test_an_abort_and_a_control_call(stage: Stage, engine: FakeEngine) -> None:

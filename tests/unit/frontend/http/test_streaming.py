@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire.errors import DeadlineExceededError, GenerationError
+from quire.frontend.http.errors import anthropic_error
 from quire.frontend.http.streaming import KEEP_ALIVE, EventStream, event
-from quire.frontend.openai.routes.messages import error_object
 
 from ..openai.asgi import Call
 from ..openai.serving import Server, check, events_of
@@ -140,7 +140,7 @@ def test_such_a_failure_has_the_shape_of_its_route() -> None:
         raise DeadlineExceededError("too late")
         yield b""
 
-    call = run_stream(chunks(), shape_error=error_object)
+    call = run_stream(chunks(), shape_error=anthropic_error)
     assert json.loads(call.text) == {"type": "error", "error": {"type": "api_error", "message": "too late"}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -54,6 +55,25 @@ def test_a_browser_gets_a_page_that_names_the_model_and_tries_again() -> None:
         assert b"Quire is loading a&lt;b" in body
         plain = visit(listener.getsockname(), lines.replace(b"text/html", b"application/json"))
         assert b'"message":"the server is loading a<b; come again"' in plain
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"error": "the server is loading m; come again"}),
+        (
+            "/under/v1/messages?beta=true",
+            {"type": "error", "error": {"type": "overloaded_error", "message": "the server is loading m; come again"}},
+        ),
+    ],
+)
+def test_each_api_has_its_shape_of_errors(path: str, body: dict[str, object]) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        WaitingRoom([listener], root_path="/under", model="m"),
+    ):
+        answer = visit(listener.getsockname(), f"POST {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        assert json.loads(answer.partition(b"\r\n\r\n")[2]) == body
 
 
 def test_a_body_is_not_waited_for() -> None:

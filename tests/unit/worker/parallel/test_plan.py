@@ -9,7 +9,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.wire.topology import Group, GroupKind
-from quire.worker.parallel.plan import share_heads, share_outputs
+from quire.worker.parallel.plan import share_experts, share_heads, share_outputs
 
 
 def groups(size: int) -> list[Group]:
@@ -41,6 +41,20 @@ def test_heads_read_the_keys_of_their_group(num_heads: int, num_kv_heads: int) -
             assert read == [head // per_kv for head in share.heads]
     with pytest.raises(ConfigError, match=f"the model has {num_heads} attention heads"):
         share_heads(groups(num_heads + 1)[0], num_heads, num_kv_heads)
+
+
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize("num_experts", [4, 7, 64])
+def test_whole_experts_are_divided_evenly(num_experts: int, placement: str) -> None:
+    for size in range(1, 5):
+        shares = [share_experts(group, num_experts, placement) for group in groups(size)]
+        counts = [len(own) for own, _, _ in shares]
+        assert counts == [num_experts // size + (rank < num_experts % size) for rank in range(size)]
+        assert sorted(expert for own, _, _ in shares for expert in own) == list(range(num_experts))
+        for own, first, places in shares:
+            assert [expert if places is None else places[expert] for expert in own] == list(
+                range(first, first + len(own))
+            )
 
 
 def test_rows_and_columns_of_a_share() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch
 from torch import Tensor
 
 from quire.config.engine_args import EngineArgs
+from quire.engine.executor.worker_process import StagePipes
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from quire.wire.shared_memory import WORKERS_FILE_BYTES, make_shared_file, set_abort_word
+from quire.wire.ring import WorkerLinks
+from quire.wire.shared_memory import make_workers_file, set_abort_word
+from quire.wire.topology import Topology
 from quire.worker import step_sampler
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.proc import WorkerOptions, join_stages
 from quire.worker.sample.sampler import sample
 from quire.worker.worker import Worker
 
@@ -49,16 +55,22 @@ def in_threads(tasks: list[Callable[[], Any]]) -> list[Any]:
 class Run:
     """One worker's steps: prompts in one step, then tokens one by one."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, sampled: list[Future[list[list[int]]]]) -> None:
+        """`sampled` are the tokens of each step, of the worker that samples."""
         self.worker, self.logits, self.tokens = worker, list[Tensor](), list[list[list[int]]]()
+        self._sampled, self._samples = sampled, worker.rank == worker._topology.output_rank
 
     def __call__(self) -> Run:
         """Runs all of it."""
         try:
             self._run()
-        except BaseException:
-            if self.worker._shared_file is not None:
-                set_abort_word(self.worker._shared_file)
+        except BaseException as e:
+            if self.worker._links is not None:
+                set_abort_word(self.worker._links.shared_file)
+            if self._samples:
+                for future in self._sampled:
+                    if not future.done():
+                        future.set_exception(e)
             raise
         return self
 
@@ -84,26 +96,30 @@ class Run:
             worker.runner.execute_model(step)
             pending = worker.runner._pending
             assert pending is not None
-            assert pending.logits is not None
-            if worker.rank == 0:
+            if self._samples:
+                assert pending.logits is not None
                 self.logits.append(pending.logits.clone())
             self.tokens.append(worker.runner.sample_tokens(None).sampled_token_ids)
+            if self._samples:
+                self._sampled[number].set_result(self.tokens[-1])
             ids, done = list(lens), [n + number for n in lens.values()]
-            cached = CachedRequestData(ids, [None] * len(ids), done)
+            new_tokens = dict(zip(ids, self._sampled[number].result(60), strict=True))
+            cached = CachedRequestData(ids, [None] * len(ids), done, new_tokens if worker._stage else {})
             step = SchedulerOutput(
                 [], cached, num_scheduled_tokens=dict.fromkeys(ids, 1), total_num_scheduled_tokens=len(ids)
             )
 
 
 def run_together(
-    path: Path, size: int, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, **flags: Any
+    path: Path, size: int, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **flags: Any
 ) -> tuple[Tensor, list[list[list[int]]], list[Worker]]:
-    """Returns the logits of each step, the tokens, and the workers of an engine of `size` workers."""
+    """Returns the logits of each step, the tokens, and the workers of an engine of `stages` times `size` workers."""
     config = EngineArgs(
         str(path),
         max_model_len=128,
         max_num_seqs=4,
         tensor_parallel_size=size,
+        pipeline_parallel_size=stages,
         weight_cache=False,
         device="cpu",
         **flags,
@@ -111,7 +127,33 @@ def run_together(
     name = library.instruction_sets()[0]
     monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: NativeKernels(Context(library, 1, name)))
     monkeypatch.setattr(step_sampler, "sample", sample)
-    shared = make_shared_file(WORKERS_FILE_BYTES) if size > 1 else None
-    runs = in_threads([Run(Worker(config, rank, shared)) for rank in range(size)])
-    assert all(run.tokens == runs[0].tokens for run in runs), "all workers have the same texts"
-    return torch.stack(runs[0].logits), runs[0].tokens, [run.worker for run in runs]
+    sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
+    workers = [Worker(config, rank, links) for rank, links in enumerate(make_links(Topology(tp=size, pp=stages)))]
+    try:
+        runs = in_threads([Run(worker, sampled) for worker in workers])
+    finally:
+        for worker in workers:
+            close_links(worker._links)
+    last = runs[(stages - 1) * size :]
+    assert all(run.tokens == last[0].tokens for run in last), "all workers have the same texts"
+    return torch.stack(last[0].logits), last[0].tokens, workers
+
+
+def close_links(links: WorkerLinks | None) -> None:
+    if links is not None and links.inlet is not None:
+        links.inlet.waker.close()
+    if links is not None and links.outlet is not None:
+        for waker in links.outlet._wakers:
+            waker.close()
+
+
+def make_links(topology: Topology) -> list[WorkerLinks | None]:
+    """Returns the links of each worker of an engine."""
+    if topology.world_size == 1:
+        return [None]
+    shared, links = make_workers_file(topology.pp), list[WorkerLinks | None]()
+    with StagePipes(topology, 0) as pipes:
+        for rank in range(topology.world_size):
+            ends = {option[2:]: tuple(map(os.dup, fds)) for option, fds in pipes.ends_of(rank).items()}
+            links.append(join_stages(WorkerOptions(rank, 0, shared, 0, 0, 0, **ends), topology))
+    return links

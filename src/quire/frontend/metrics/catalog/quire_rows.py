@@ -25,6 +25,7 @@ from quire.frontend.metrics.catalog.spec import (
     of_ledger,
     of_outputs,
     of_step,
+    of_transfers,
 )
 from quire.frontend.metrics.catalog.vllm_rows import (
     COUNTERS,
@@ -47,6 +48,8 @@ UNUSED_REASONS = (
 )
 LOAD_OUTCOMES = ("loaded", "failed")
 ADAPTER_STATES = ("cold", "loading", "ready", "failed")
+TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
+HELD_STATES = ("loading", "loaded", "pinned", "zombie", "quarantined", "leased")
 of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
 
 
@@ -209,6 +212,11 @@ LEDGER: tuple[MetricSpec, ...] = (
         value=lambda facts: facts.core_counts.get("moved_tokens", 0),
     ),
     of_ledger(
+        name="foreign_numerics_moves",
+        help="Streams that went on at an engine that may compute other bits (--reroute-any-numerics).",
+        value=lambda facts: facts.core_counts.get("foreign_moves", 0),
+    ),
+    of_ledger(
         name="router_decisions",
         help="Choices of an engine for a request, by reason.",
         labels=("why",),
@@ -219,6 +227,20 @@ LEDGER: tuple[MetricSpec, ...] = (
         name="router_expected_cached_tokens",
         help="Tokens of placed requests that the router expected in the engine's prefix cache.",
         value=lambda facts: facts.core_counts.get("expected_cached_tokens", 0),
+    ),
+    of_step(
+        name="dp_wave",
+        kind="gauge",
+        help="Waves of engines that step together (--dp-coordinator always) that are over.",
+        value=lambda stats: stats.current_wave,
+        prefix=QUIRE,
+    ),
+    of_step(
+        name="dummy_batches",
+        kind="counter",
+        help="Steps without requests that an engine ran because others waited for it.",
+        value=lambda stats: stats.num_dummy_batches,
+        prefix=QUIRE,
     ),
     of_ledger(
         name="engine_step_age_seconds",
@@ -381,6 +403,59 @@ LEDGER: tuple[MetricSpec, ...] = (
     ),
 )
 
+TRANSFERS: tuple[MetricSpec, ...] = (
+    of_transfers(
+        name="kv_loads",
+        kind="counter",
+        help="Loads of KV blocks that have ended or were given up, by outcome: partial ones brought some blocks.",
+        labels=("outcome",),
+        known=each(TRANSFER_OUTCOMES),
+        samples=lambda transfers: labelled(transfers.num_loads),
+    ),
+    of_transfers(
+        name="kv_loads_begun",
+        kind="counter",
+        help="Loads of KV blocks that were ordered. They are those by outcome, and those in flight.",
+        value=attrgetter("num_loads_begun"),
+    ),
+    of_transfers(
+        name="kv_loads_in_flight",
+        kind="gauge",
+        help="Loads of KV blocks that requests wait for.",
+        value=attrgetter("num_loads_in_flight"),
+    ),
+    of_transfers(
+        name="kv_load_seconds",
+        kind="histogram",
+        help="Seconds that a request waited for a load that brought blocks.",
+        values=attrgetter("load_seconds"),
+        family="time_to_first_token",
+    ),
+    of_transfers(
+        name="kv_saved_blocks",
+        kind="counter",
+        help="KV blocks that were saved outside the engine.",
+        value=attrgetter("num_saved_blocks"),
+    ),
+    of_transfers(
+        name="kv_saves_dropped",
+        kind="counter",
+        help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed.",
+        labels=("reason",),
+        known=each(("pins", "error")),
+        samples=lambda transfers: labelled(transfers.num_dropped_blocks),
+    ),
+    of_transfers(
+        name="kv_held_blocks",
+        kind="gauge",
+        help="References of KV blocks that transfers hold, by state. zombie: of a load that was given up and has not "
+        "ended. quarantined: the same for more than 5 s.",
+        labels=("state",),
+        known=each(HELD_STATES),
+        samples=lambda transfers: [((state,), transfers.num_held_blocks.get(state, 0)) for state in HELD_STATES],
+    ),
+)
+
 HTTP: tuple[MetricSpec, ...] = (
     of_exchange(
         name="http_requests",
@@ -421,7 +496,9 @@ HTTP: tuple[MetricSpec, ...] = (
 )
 
 
-METRICS: tuple[MetricSpec, ...] = (*ENGINE_GAUGES, *COUNTERS, *HISTOGRAMS, *OPERATIONS, *LEDGER, *HTTP, *LEGACY)
+METRICS: tuple[MetricSpec, ...] = (
+    *(*ENGINE_GAUGES, *COUNTERS, *HISTOGRAMS, *OPERATIONS, *LEDGER, *TRANSFERS, *HTTP, *LEGACY),
+)
 
 CACHE_CONFIG_INFO = InfoSpec(
     name="cache_config_info", help="Configuration of the KV cache, and values found at start-up."
@@ -430,7 +507,7 @@ BUILD_INFO = InfoSpec(name="build_info", help="Version of Quire.", prefix=QUIRE)
 INFOS: tuple[InfoSpec, ...] = (CACHE_CONFIG_INFO, BUILD_INFO)
 
 NOT_APPLICABLE: dict[str, str] = {
-    "num_requests_kv_fetch_by_stage": "there is no transfer of KV blocks between engines",
+    "num_requests_kv_fetch_by_stage": "there is no transfer of KV blocks between engines; see quire_kv_loads_in_flight",
     "watermark_requests": "outputs are not watermarked",
     "diffusion_*": "no diffusion models are served",
     "estimated_flops_per_gpu_total": "work is measured, not estimated: --enable-mfu-metrics does not exist",

@@ -12,7 +12,14 @@ from typing import Any, Literal
 from quire.errors import ConfigError
 from quire.frontend.metrics.collect.events import FinishedRequestStats, HttpExchange, IterationStats
 from quire.frontend.metrics.collect.facts import FrontendFacts
-from quire.wire.stats import AdapterStats, KVCacheEvictionEvent, PrefillStats, SchedulerStats, SpecDecodingStats
+from quire.wire.stats import (
+    AdapterStats,
+    KVCacheEvictionEvent,
+    KVTransferStats,
+    PrefillStats,
+    SchedulerStats,
+    SpecDecodingStats,
+)
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 VLLM = "vllm:"
@@ -25,6 +32,7 @@ Sample = tuple[tuple[str, ...], float]
 Condition = str
 """Feature that a row needs; without the feature the row is not exported. Empty: always exported."""
 SPEC_DECODE, LORA = "speculation", "--enable-lora"
+KV_TRANSFER = "a KV connector"
 KV_SAMPLING = "--kv-cache-metrics"
 NANS = "QUIRE_COMPUTE_NANS_IN_LOGITS=1"
 LEGACY_NAMES = "--show-hidden-metrics-for-version"
@@ -97,6 +105,7 @@ of_outputs = partial(MetricSpec, source=IterationStats)
 of_prefills = partial(MetricSpec, source=PrefillStats)
 of_drafts = partial(MetricSpec, source=SpecDecodingStats)
 of_adapters = partial(MetricSpec, source=AdapterStats, prefix=QUIRE, condition=LORA)
+of_transfers = partial(MetricSpec, source=KVTransferStats, prefix=QUIRE, condition=KV_TRANSFER)
 of_evictions = partial(MetricSpec, source=KVCacheEvictionEvent)
 of_finished = partial(MetricSpec, source=FinishedRequestStats, kind="histogram", has_owners=True)
 of_facts = partial(MetricSpec, source=FrontendFacts)

@@ -127,12 +127,15 @@ COUNTERS: tuple[MetricSpec, ...] = (
     of_step(
         name="external_prefix_cache_queries",
         kind="counter",
-        help="Prompt tokens looked up in caches of other engines. There are none yet. Always 0.",
+        help="Tokens looked up in stores outside the engine: those that its prefix cache did not have, at the first "
+        "admission of each request. 0 without a connector.",
+        value=lambda stats: None if stats.kv_transfer is None else stats.kv_transfer.prefix_cache_stats.queries,
     ),
     of_step(
         name="external_prefix_cache_hits",
         kind="counter",
-        help="Prompt tokens found in caches of other engines. Always 0.",
+        help="Tokens that were loaded from stores outside the engine and used. 0 without a connector.",
+        value=lambda stats: None if stats.kv_transfer is None else stats.kv_transfer.prefix_cache_stats.hits,
     ),
     of_step(
         name="mm_cache_queries",
@@ -177,12 +180,12 @@ COUNTERS: tuple[MetricSpec, ...] = (
     of_prefills(
         name="prompt_tokens_cached_by_source",
         kind="counter",
-        help="The same by location of the cache. Quire's cache is on the device.",
+        help="The same by location of the cache. Quire's own is the device.",
         labels=("source",),
         known=each(("device", "host", "p2p", "disk", "external_unspecified")),
         samples=lambda prefills: (
             (("device",), prefills.num_local_cached_tokens),
-            (("external_unspecified",), prefills.num_external_cached_tokens),
+            *labelled(prefills.external_by_source),
         ),
     ),
     of_outputs(

@@ -171,6 +171,9 @@ class IterationStats(msgspec.Struct, gc=False):
             self.prompt_tokens.num_computed_tokens += new.num_computed_tokens
             self.prompt_tokens.num_local_cached_tokens += new.num_local_cached_tokens
             self.prompt_tokens.num_external_cached_tokens += new.num_external_cached_tokens
+            by_source = self.prompt_tokens.external_by_source
+            for source, num_tokens in new.external_by_source.items():
+                by_source[source] = by_source.get(source, 0) + num_tokens
 
     def update_from_finished_request(
         self,

@@ -161,6 +161,7 @@ def _get_events(reports: Sequence[StepReport]) -> tuple[Sequence[object], ...]:
         [event for step in steps for event in step.kv_cache_eviction_events],
         [step.spec_decoding_stats for step in steps if step.spec_decoding_stats is not None],
         [step.adapters for step in steps if step.adapters is not None],
+        [step.kv_transfer for step in steps if step.kv_transfer is not None],
         [batch.prompt_tokens for batch in batches if batch.num_prompt_tokens],
         [first for batch in batches for first in batch.first_tokens],
         [finished for batch in batches for finished in batch.finished_requests],

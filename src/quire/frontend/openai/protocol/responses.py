@@ -158,7 +158,8 @@ class ResponsesBody(RequestBody, kw_only=True):
     priority: Int64 = 0
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)] | None = None
     vllm_xargs: ExtraArguments | None = None
-    """num_speculative_tokens, 0 to 128: most drafts of the request in a step. Other keys have no effect."""
+    """num_speculative_tokens, 0 to 128: most drafts of the request in a step; kv_store false: its blocks are kept out
+    of --kv-store. Other keys have no effect."""
     session_id: Name | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None

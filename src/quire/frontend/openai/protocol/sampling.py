@@ -116,6 +116,8 @@ class ExtraArguments(msgspec.Struct):
 
     num_speculative_tokens: Annotated[int, bound_of("num_speculative_tokens")] | None = None
     """Most drafts of the request in a step, where the server speculates; 0: none."""
+    kv_store: bool | None = None
+    """false: the request's KV blocks are kept out of the server's --kv-store."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -187,7 +189,8 @@ class GenerationBody(FormBody, kw_only=True):
     """Minimum number of tokens per chunk."""
 
     vllm_xargs: ExtraArguments | None = None
-    """num_speculative_tokens, 0 to 128: most drafts of the request in a step. Other keys have no effect."""
+    """num_speculative_tokens, 0 to 128: most drafts of the request in a step; kv_store false: its blocks are kept out
+    of --kv-store. Other keys have no effect."""
     session_id: Name | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
@@ -249,8 +252,10 @@ def make_sampling_params(
         )
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
-    if body.vllm_xargs is not None and body.vllm_xargs.num_speculative_tokens is not None:
-        given["extra_args"] = {"num_speculative_tokens": body.vllm_xargs.num_speculative_tokens}
+    if body.vllm_xargs is not None:
+        names = ("num_speculative_tokens", "kv_store")
+        extra = {name: value for name in names if (value := getattr(body.vllm_xargs, name)) is not None}
+        given["extra_args"] = extra or None
     given["structured_outputs"] = body.form()
     return SamplingParams.from_optional(
         **{"max_tokens": None, **defaults, **given},

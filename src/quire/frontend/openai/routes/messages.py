@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
-from quire.frontend.http.errors import message_of, status_of
+from quire.frontend.http.errors import anthropic_error
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import Block, BlockEvent, BlockReader, arguments_of
 from quire.frontend.openai.chat.format import ChatFormat
@@ -23,15 +23,6 @@ from quire.outputs import CompletionOutput, RequestOutput
 MESSAGES = BodyReader(MessagesBody)
 COUNT_TOKENS = BodyReader(CountTokensBody)
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
-_ERROR_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 async def create_message(exchange: Exchange) -> Response:
@@ -48,8 +39,8 @@ async def create_message(exchange: Exchange) -> Response:
             exchange,
             chunks,
             submission,
-            encode_error=lambda error: _event("error", error_object(error)),
-            shape_error=error_object,
+            encode_error=lambda error: _event("error", anthropic_error(error)),
+            shape_error=anthropic_error,
         )
     async with submission:
         (output,) = await exchange.unless_gone(submission.final_outputs())
@@ -156,12 +147,6 @@ def _event(kind: str, data: dict[str, Any]) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode_json({"type": kind, **data}) + b"\n\n"
 
 
-def error_object(error: BaseException) -> dict[str, Any]:
-    """Returns an error in Anthropic's shape."""
-    kind = _ERROR_KINDS.get(status_of(error), "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message_of(error)}}
-
-
 ENDPOINTS = (
     Endpoint(
         path="/v1/messages",
@@ -170,7 +155,7 @@ ENDPOINTS = (
         body=MESSAGES,
         task="generate",
         is_work=True,
-        shape_error=error_object,
+        shape_error=anthropic_error,
     ),
     Endpoint(
         path="/v1/messages/count_tokens",
@@ -178,6 +163,6 @@ ENDPOINTS = (
         access=Access.KEY,
         body=COUNT_TOKENS,
         task="generate",
-        shape_error=error_object,
+        shape_error=anthropic_error,
     ),
 )

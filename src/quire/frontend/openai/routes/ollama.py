@@ -19,7 +19,7 @@ from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
-from quire.frontend.http.errors import message_of
+from quire.frontend.http.errors import ollama_error
 from quire.frontend.http.state import ServerState, hash_model
 from quire.frontend.http.streaming import encode_json
 from quire.frontend.openai.chat.blocks import BlockEvent, BlockReader, arguments_of
@@ -92,8 +92,8 @@ async def _answer(exchange: Exchange, submission: Submission, writer: AnswerWrit
             exchange,
             writer.lines(submission),
             submission,
-            encode_error=lambda error: _line(error_object(error)),
-            shape_error=error_object,
+            encode_error=lambda error: _line(ollama_error(error)),
+            shape_error=ollama_error,
             media_type=NDJSON,
         )
     async with submission:
@@ -266,11 +266,6 @@ async def check_model(exchange: Exchange, name: str) -> str:
     return name or state.model_name
 
 
-def error_object(error: BaseException) -> dict[str, Any]:
-    """Returns an error in Ollama's shape."""
-    return {"error": message_of(error)}
-
-
 def _card(state: ServerState, name: str) -> dict[str, Any]:
     model = state.engine.model_config
     files = sorted(model.model_dir.glob("*.safetensors")) if model.model_dir is not None else []
@@ -319,12 +314,12 @@ def _line(value: dict[str, Any]) -> bytes:
 
 def _work(path: str, handler: Any, body: BodyReader[Any], task: str) -> Endpoint:
     return Endpoint(
-        path=path, handler=handler, access=Access.KEY, body=body, task=task, is_work=True, shape_error=error_object
+        path=path, handler=handler, access=Access.KEY, body=body, task=task, is_work=True, shape_error=ollama_error
     )
 
 
 def _refused(path: str, method: str = "POST") -> Endpoint:
-    return Endpoint(path=path, handler=refuse, access=Access.KEY, methods=(method,), shape_error=error_object)
+    return Endpoint(path=path, handler=refuse, access=Access.KEY, methods=(method,), shape_error=ollama_error)
 
 
 ENDPOINTS = (
@@ -332,10 +327,10 @@ ENDPOINTS = (
     _work("/api/generate", generate, GENERATE, "generate"),
     _work("/api/embed", embed, EMBED, "embed"),
     _work("/api/embeddings", embeddings, EMBEDDINGS, "embed"),
-    Endpoint(path="/api/tags", handler=list_models, access=Access.KEY, methods=("GET",), shape_error=error_object),
-    Endpoint(path="/api/ps", handler=list_running, access=Access.KEY, methods=("GET",), shape_error=error_object),
-    Endpoint(path="/api/show", handler=show, access=Access.KEY, body=SHOW, shape_error=error_object),
-    Endpoint(path="/api/version", handler=show_version, access=Access.KEY, methods=("GET",), shape_error=error_object),
+    Endpoint(path="/api/tags", handler=list_models, access=Access.KEY, methods=("GET",), shape_error=ollama_error),
+    Endpoint(path="/api/ps", handler=list_running, access=Access.KEY, methods=("GET",), shape_error=ollama_error),
+    Endpoint(path="/api/show", handler=show, access=Access.KEY, body=SHOW, shape_error=ollama_error),
+    Endpoint(path="/api/version", handler=show_version, access=Access.KEY, methods=("GET",), shape_error=ollama_error),
     *(_refused(f"/api/{verb}") for verb in ("pull", "push", "create", "copy")),
     _refused("/api/delete", "DELETE"),
 )

@@ -16,7 +16,7 @@ from quire.errors import ValidationError
 from quire.frontend.http.auth import Access
 from quire.frontend.http.bodies import BodyReader
 from quire.frontend.http.endpoint import Endpoint, Exchange, json_response
-from quire.frontend.http.errors import ErrorShape, HttpError, error_body
+from quire.frontend.http.errors import ErrorShape, HttpError, anthropic_error, error_body
 from quire.frontend.new_request import ParsedPrompt
 from quire.frontend.openai.protocol.chat import ChatBody
 from quire.frontend.openai.protocol.response_items import messages_of, with_instructions
@@ -24,7 +24,7 @@ from quire.frontend.openai.protocol.sampling import GenerationBody
 from quire.frontend.openai.rendering import plan_chats, render_chats
 from quire.frontend.openai.routes.chat import CHAT
 from quire.frontend.openai.routes.completions import COMPLETION, plan_completion, tokenize_prompts
-from quire.frontend.openai.routes.messages import MESSAGES, error_object
+from quire.frontend.openai.routes.messages import MESSAGES
 from quire.frontend.openai.routes.responses import RESPONSES
 from quire.sampling_params import SamplingParams
 
@@ -117,6 +117,6 @@ def _row(path: str, render: Renderer, body: BodyReader[Any], shape_error: ErrorS
 ENDPOINTS = (
     _row("/v1/completions/render", render_completion, COMPLETION),
     _row("/v1/chat/completions/render", render_chat_completion, CHAT),
-    _row("/v1/messages/render", render_message, MESSAGES, error_object),
+    _row("/v1/messages/render", render_message, MESSAGES, anthropic_error),
     _row("/v1/responses/render", render_response, RESPONSES),
 )

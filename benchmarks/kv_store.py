@@ -1,0 +1,266 @@
+"""Measures the KV store: reading beside its ceilings, a first token after a restart, and what storing costs.
+
+    python -m benchmarks.kv_store [--dir DIRECTORY] [--model half] [--tokens 8192] [reading] [restart] [cost]
+
+reading: GB/s of records into blocks, beside the file alone and the tags alone (goal: 85 % of the lower one).
+restart: seconds to the first token of a long prompt: computed, and read by an engine that was killed and started again,
+with the file pages in memory and dropped; how long the last block took to be stored.
+cost: output tokens per second of prompts that share nothing, with and without the store, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.models import find_checkpoint
+from quire import LLM, SamplingParams
+from quire.kv_store.access import RecordReader, StoreWriter
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import follow, open_extent, read_into
+from quire.kv_store.record import TAG_BYTES, RecordHeader, RecordMac, make_header
+from quire.worker.kv_transfer.transfers import BlockBytes
+
+NUM_THREADS = 2
+LAYERS, PIECE_BYTES = 24, 4096
+"""A block of 16 tokens of `half`: keys and values of a layer are 4 KiB each."""
+NUM_BLOCKS = 4096
+STORE_BYTES = 8 << 30
+MAX_MODEL_LEN = 16384
+KV_CACHE_BYTES = 4 << 30
+"""5 % of it may wait to be stored: more than the prompt of `restart`."""
+STORED_S = 30.0
+"""Time to wait for all blocks of a prompt."""
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def in_threads(task: Callable[[int], None], num_items: int, num_threads: int = NUM_THREADS) -> float:
+    """Returns the seconds in which `task` is done for each item, shared among threads."""
+    items = iter(range(num_items))
+    lock = threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                item = next(items, None)
+            if item is None:
+                return
+            task(item)
+
+    threads = [threading.Thread(target=run) for _ in range(num_threads)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+def drop_pages(directory: Path) -> None:
+    """Writes the extents to the disk and drops their pages from memory."""
+    for path in directory.glob("*.kvx"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure_reading(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    store = StoreDirectory.open(directory, STORE_BYTES)
+    writer, mac = StoreWriter(store), RecordMac(store.key)
+    memory = np.random.default_rng(0).integers(0, 255, (2 * LAYERS, NUM_BLOCKS, PIECE_BYTES), dtype=np.uint8)
+    headers, places = [], []
+    size = 2 * LAYERS * PIECE_BYTES
+
+    def header_of(block: int) -> RecordHeader:
+        return make_header(bytes(32), block.to_bytes(32, "little"), None, 0, range(16), size)
+
+    start = time.perf_counter()
+    for block in range(NUM_BLOCKS):
+        header = header_of(block)
+        assert not writer.append(header, [part[block].data for part in memory])
+        extent = writer._extent
+        assert extent is not None
+        headers.append(header.encode())
+        places.append((extent.name, extent.num_bytes - header.record_bytes))
+    num_bytes = NUM_BLOCKS * size
+    print(f"writing: {num_bytes / (time.perf_counter() - start) / 1e9:.2f} GB/s")
+    files = {name: os.open(directory / name, os.O_RDONLY) for name, _ in places}
+
+    local = threading.local()
+
+    def buffer() -> bytearray:
+        if not hasattr(local, "buffer"):
+            local.buffer = bytearray(2 * size)
+        return local.buffer
+
+    def read_alone(block: int) -> None:
+        record = memoryview(buffer())[: len(headers[block]) + TAG_BYTES + size]
+        read_into(files[places[block][0]], [record], places[block][1])
+
+    def tag_alone(block: int) -> None:
+        mac.tag(headers[block], [memoryview(buffer())[:size]])
+
+    reader, blocks = RecordReader(store, mac), BlockBytes([list(memory)])
+
+    def read_record(block: int) -> None:
+        blocks.copy_in(0, block, reader.read(*places[block], header_of(block), buffer()))
+
+    print("| | file alone | tags alone | records | of the lower |\n|---|--:|--:|--:|--:|")
+    for name, prepare in (("in the page cache", lambda path: None), ("dropped from it", drop_pages)):
+        rows = []
+        for _ in range(3):
+            prepare(directory)
+            alone = num_bytes / in_threads(read_alone, NUM_BLOCKS)
+            tags = num_bytes / in_threads(tag_alone, NUM_BLOCKS)
+            prepare(directory)
+            both = num_bytes / in_threads(read_record, NUM_BLOCKS)
+            rows.append((alone, tags, both))
+        alone, tags, both = (statistics.median(column) / 1e9 for column in zip(*rows, strict=True))
+        print(f"| {name} | {alone:.2f} | {tags:.2f} | {both:.2f} GB/s | {both / min(alone, tags):.0%} |")
+    reader.close()
+    shutil.rmtree(directory)
+
+
+# -- restart -------------------------------------------------------------------------------------------------------
+
+
+def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8) -> LLM:
+    return LLM(
+        str(model),
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        max_num_seqs=max_num_seqs,
+        skip_tokenizer_init=True,
+        kv_store=None if directory is None else str(directory),
+        kv_store_size=STORE_BYTES,
+    )
+
+
+def make_prompt(num_tokens: int, seed: int) -> dict[str, list[int]]:
+    rng = random.Random(seed)
+    return {"prompt_token_ids": [rng.randrange(300, 8000) for _ in range(num_tokens)]}
+
+
+def time_first_token(llm: LLM, num_tokens: int, seed: int) -> tuple[float, list[int], int]:
+    """Returns seconds, the first tokens, and how many tokens of the prompt were cached."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    (output,) = llm.generate([make_prompt(num_tokens, seed)], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return seconds, list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+
+def count_records(directory: Path) -> int:
+    store, total = StoreDirectory.open(directory, STORE_BYTES), 0
+    for extent in store.list_extents():
+        descriptor = open_extent(store.descriptor, extent.name)
+        total += sum(1 for _ in follow(descriptor, 0, bytes.fromhex(extent.namespace)))
+        os.close(descriptor)
+    store.close()
+    return total
+
+
+def serve_once(model: Path, directory: Path, num_tokens: int, awaited_blocks: int) -> None:
+    """Is the body of a process of its own: answers, waits until the blocks are stored, and is killed."""
+    llm = make_llm(model, directory)
+    time_first_token(llm, 64, seed=99)  # the first request of a process pays for more than its prompt
+    seconds, tokens, cached = time_first_token(llm, num_tokens, seed=1)
+    start = time.perf_counter()
+    while count_records(directory) < awaited_blocks and time.perf_counter() - start < STORED_S:
+        time.sleep(0.01)
+    print(seconds, tokens[0], cached, time.perf_counter() - start, flush=True)
+    signal.pause()
+
+
+def run_once(model: Path, directory: Path, num_tokens: int, awaited_blocks: int) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.kv_store", "--model", str(model), "--dir", str(directory)]
+    command += ["--tokens", str(num_tokens), "--serve-once", str(awaited_blocks)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    os.killpg(process.pid, signal.SIGKILL)  # the engine core's process, too
+    process.wait()
+    return [float(word) for word in line.split()]
+
+
+def measure_restart(model: Path, directory: Path, num_tokens: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    num_blocks = num_tokens // 16 - 1
+    computed, token, _, lag = run_once(model, directory, num_tokens, num_blocks)
+    rows = [("computed", computed, token, 0.0)]
+    for name, prepare in (("killed, started again", lambda path: None), ("and file pages dropped", drop_pages)):
+        prepare(directory)
+        seconds, token, cached, _ = run_once(model, directory, num_tokens, num_blocks)
+        rows.append((name, seconds, token, cached))
+    print(f"| {num_tokens} tokens | first token after | of the prompt read |\n|---|--:|--:|")
+    for name, seconds, _, cached in rows:
+        print(f"| {name} | {seconds:.3f} s | {cached:.0f} |")
+    assert len({token for _, _, token, _ in rows}) == 1, "the first tokens differ"
+    print(f"the last block was stored {lag:.2f} s after the first token at most")
+    shutil.rmtree(directory)
+
+
+# -- cost ----------------------------------------------------------------------------------------------------------
+
+
+def measure_cost(model: Path, directory: Path, num_rounds: int = 5) -> None:
+    """Prompts of 256 tokens that share nothing, 64 output tokens, 8 at once."""
+    shutil.rmtree(directory, ignore_errors=True)
+    llms = {"without": make_llm(model, None), "with": make_llm(model, directory)}
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+    rates: dict[str, list[float]] = {name: [] for name in llms}
+    seed = 1000
+    for _ in range(num_rounds + 1):
+        for name, llm in llms.items():
+            prompts = [make_prompt(256, seed := seed + 1) for _ in range(16)]
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            rates[name].append(16 * 64 / (time.perf_counter() - start))
+    without, with_ = (statistics.median(rates[name][1:]) for name in ("without", "with"))
+    print(f"without {without:.1f} tokens/s, with the store {with_:.1f}: {with_ / without:.1%}")
+    for llm in llms.values():
+        llm.shutdown()
+    shutil.rmtree(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["reading", "restart", "cost"])
+    parser.add_argument("--dir", type=Path, default=Path("kv-store-benchmark"))
+    parser.add_argument("--model", default="half")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--serve-once", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.parts == ["reading"]:
+        measure_reading(args.dir)
+        return
+    model = find_checkpoint(args.model)
+    if args.serve_once is not None:
+        serve_once(model, args.dir, args.tokens, args.serve_once)
+        return
+    if "reading" in args.parts:
+        measure_reading(args.dir)
+    if "restart" in args.parts:
+        measure_restart(model, args.dir, args.tokens)
+    if "cost" in args.parts:
+        measure_cost(model, args.dir)
+
+
+if __name__ == "__main__":
+    main()

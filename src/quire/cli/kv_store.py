@@ -1,0 +1,111 @@
+"""`quire kv-store`: lists, checks and deletes what a directory of --kv-store holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.cli.command_line import Arguments, CommandLine, Option, Positional
+from quire.errors import ConfigError
+from quire.kv_store.directory import ExtentFile, StoreDirectory
+from quire.kv_store.extent import Entry, find_damage, follow, open_extent
+from quire.kv_store.record import RecordMac
+
+ACTIONS = ("list", "verify", "clear")
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def command_line() -> CommandLine:
+    own = [Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False)]
+    return CommandLine(
+        "quire kv-store",
+        "List, check or delete the KV blocks in a directory of --kv-store. Servers may use it meanwhile.",
+        own,
+        Positional(
+            "words",
+            "An action and the directory. list: its extents; verify: reads each record and checks its tag; clear: "
+            "deletes all records.",
+            nargs="*",
+        ),
+    )
+
+
+def run(args: Arguments) -> int:
+    """Prints the extents, or what was done. Returns 1 if `verify` found damage."""
+    words = args["words"]
+    if len(words) != 2 or words[0] not in ACTIONS:
+        raise ConfigError(f"quire kv-store takes one of {', '.join(ACTIONS)} and a directory, not {' '.join(words)!r}")
+    action, directory = words[0], Path(words[1]).expanduser()
+    store = StoreDirectory.open(directory, 0, is_made=False)
+    try:
+        if action == "clear":
+            freed = _clear(store)
+            print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {_size(freed)} in {directory}")
+            return 0
+        extents = sorted(store.list_extents(), key=lambda e: -max(e.used_ns, e.written_ns))
+        rows = [_describe(store, extent, is_verified=action == "verify") for extent in extents]
+    finally:
+        store.close()
+    figures = {"directory": str(directory), "bytes": sum(row["bytes"] for row in rows), "extents": rows}
+    print(json.dumps(figures) if args["json"] else format_store(figures))
+    return int(any(row["damaged"] for row in rows))
+
+
+def _clear(store: StoreDirectory) -> int:
+    extents = store.list_extents()
+    for extent in extents:
+        store.remove(extent.name)
+    return sum(extent.num_bytes for extent in extents)
+
+
+def _describe(store: StoreDirectory, extent: ExtentFile, *, is_verified: bool) -> dict[str, Any]:
+    """Returns the facts of an extent; damaged: records whose tags are wrong, counted by `verify` only."""
+    facts: dict[str, Any] = {
+        "name": extent.name,
+        "namespace": extent.namespace,
+        "bytes": extent.num_bytes,
+        "used_time": max(extent.used_ns, extent.written_ns) / 1e9,
+        "state": "gone",
+        "records": 0,
+        "damaged": 0,
+    }
+    try:
+        descriptor = open_extent(store.descriptor, extent.name)
+    except OSError:
+        return facts
+    try:
+        table = store.load_table(extent)
+        entries = list(follow(descriptor, 0, bytes.fromhex(extent.namespace))) if table is None else table.entries
+        facts |= {"state": "open" if table is None else "sealed", "records": len(entries)}
+        if is_verified:
+            facts["damaged"] = _count_damaged(descriptor, entries, RecordMac(store.key))
+    except OSError as e:
+        facts["state"] = f"not readable: {e.strerror}"
+    finally:
+        os.close(descriptor)
+    return facts
+
+
+def _count_damaged(descriptor: int, entries: list[Entry], mac: RecordMac) -> int:
+    return sum(find_damage(descriptor, entry, mac) is not None for entry in entries)
+
+
+def format_store(figures: dict[str, Any]) -> str:
+    """Formats the extents as a table."""
+    rows = figures["extents"]
+    num_records = sum(row["records"] for row in rows)
+    lines = [f"{figures['directory']}: {len(rows)} extents, {num_records} blocks, {_size(figures['bytes'])}"]
+    for row in rows:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used_time"]))
+        damage = f"  {row['damaged']} damaged" if row["damaged"] else ""
+        lines.append(
+            f"  {row['name']:<36} {_size(row['bytes']):>10} {row['records']:>7} blocks  {used}  {row['state']}{damage}"
+        )
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -1,0 +1,220 @@
+"""The configuration of KV transfer, and the table of connectors.
+
+A store is asked for by --kv-store, or as vLLM's connectors are: by --kv-transfer-config. `settle` makes one connector
+and its keys of either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from quire.config.flags import flag, parse_human_int, parse_json_object
+from quire.errors import ConfigError, ValidationError, nearest
+from quire.field_bounds import FieldBound
+
+FLAG = "--kv-transfer-config"
+STORE = "StoreConnector"
+MIN_STORE_BYTES = 256 << 20
+DEFAULT_STORE_BYTES = 50 << 30
+
+
+class ConnectorSpec(NamedTuple):
+    """A row of `CONNECTORS`. Each half is named as "package.module:Class"."""
+
+    scheduler: str
+    """A `engine/kv_cache/connector.py: KVConnectorScheduler`; called with the EngineConfig and the KVCacheConfig."""
+    worker: str
+    """A `worker/kv_transfer/worker.py: KVConnectorWorker`; called with the EngineConfig and the worker's rank."""
+
+
+CONNECTORS: dict[str, ConnectorSpec] = {
+    STORE: ConnectorSpec(
+        "quire.engine.kv_cache.store_scheduler:StoreScheduler", "quire.worker.kv_transfer.store_worker:StoreWorker"
+    ),
+}
+"""Connectors by the name in `KVTransferConfig.kv_connector`."""
+
+_USE_STORE = "use --kv-store DIR: a directory on a disk, in memory (/dev/shm) or shared by hosts"
+_NO_PEERS = "blocks cannot be taken from another engine yet; engines may share a directory by --kv-store DIR"
+_NO_TESTS = "it serves vLLM's own tests and benchmarks; leave it out"
+ELSEWHERE: dict[str, str] = {
+    "SimpleCPUOffloadConnector": "main memory is where the KV cache is: raise --kv-cache-memory-bytes",
+    **dict.fromkeys(("LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1"), _USE_STORE),
+    **dict.fromkeys(("HF3FSKVConnector", "MooncakeStoreConnector", "HiSparseConnector"), _USE_STORE),
+    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _NO_PEERS),
+    **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"), _NO_PEERS),
+    **dict.fromkeys(("ExampleHiddenStatesConnector", "DecodeBenchConnector"), _NO_TESTS),
+    "MultiConnector": "there is one connector only; name the one that should store blocks",
+}
+"""vLLM's connectors that Quire does not have, and what to use."""
+
+_BOUNDS = {
+    bound.name: bound
+    for bound in (
+        FieldBound("kv_connector", "str"),
+        FieldBound("engine_id", "str"),
+        FieldBound("kv_buffer_device", "str"),
+        FieldBound("kv_role", "str"),
+        FieldBound("kv_port", "int", 0, 65535),
+        FieldBound("kv_connector_extra_config", "object"),
+        FieldBound("kv_connector_module_path", "str"),
+        FieldBound("enable_permute_local_kv", "bool"),
+        FieldBound("kv_load_failure_policy", "str"),
+    )
+}
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+_STORE_BOUNDS = {
+    bound.name: bound
+    for bound in (
+        FieldBound("path", "str"),
+        FieldBound("max_bytes", "int", MIN_STORE_BYTES, 1 << 60),
+        FieldBound("skip_salted", "bool"),
+        FieldBound("max_write_bytes_per_s", "int", 1, 1 << 40),
+        FieldBound("max_pinned_share", "float", 0.0, 0.9),
+        FieldBound("min_load_tokens", "int", 1, 1 << 30),
+        FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
+        FieldBound("load_bias", "float", 0.0, 1e9),
+        FieldBound("io_threads", "int", 1, 64),
+    )
+}
+"""The keys of kv_connector_extra_config for `STORE`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransferConfig:
+    """Where blocks of the KV cache are stored outside the engine."""
+
+    kv_store: str | None = flag(
+        None,
+        "Keep KV blocks in this directory, as private as the prompts: restarts and other servers of the model find "
+        "them (docs/kv_store.md).",
+        metavar="DIR",
+    )
+    kv_store_size: int = flag(
+        DEFAULT_STORE_BYTES,
+        "Most bytes that --kv-store may take (50G); what was used longest ago goes first.",
+        parse=parse_human_int,
+        minimum=MIN_STORE_BYTES,
+    )
+    kv_store_skip_salted: bool = flag(False, "Keep blocks of requests with a cache_salt out of --kv-store.")
+    transfer: dict[str, Any] | None = flag(
+        None,
+        "JSON object: a store as vLLM's connectors are configured; its extra keys are in docs/kv_store.md.",
+        name="kv_transfer_config",
+        parse=parse_json_object,
+        metavar="JSON",
+    )
+    kv_connector: str | None = None
+    """A name of `CONNECTORS`; None: nothing is stored, nothing loaded."""
+    kv_role: str = "kv_both"
+    """kv_producer: blocks are saved only; kv_consumer: loaded only."""
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """The connector's own keys."""
+    min_load_tokens: int = 32
+    """Fewer tokens are computed, not loaded."""
+    load_bias: float = 1.0
+    """A load may be predicted to take so many times as long as computing."""
+    max_pinned_share: float = 0.05
+    """Largest share of the blocks that may wait to be saved."""
+
+    def __post_init__(self) -> None:
+        name = self.kv_connector
+        if name is not None and name not in CONNECTORS:
+            hint = nearest(name, CONNECTORS, f"there are {', '.join(CONNECTORS) or 'none'}")
+            raise ConfigError(f"kv_connector {name!r} is not known; {hint}")
+
+    @property
+    def connector(self) -> ConnectorSpec | None:
+        """The row of the connector; None: there is none."""
+        return None if self.kv_connector is None else CONNECTORS[self.kv_connector]
+
+    def settle(self) -> KVTransferConfig:
+        """Returns the configuration with the connector that the flags ask for. Raises ConfigError."""
+        if self.transfer:
+            if self.kv_store is not None:
+                raise ConfigError(f"--kv-store and {FLAG} both name a connector; leave one out")
+            return self._settle_json(self.transfer)
+        if self.kv_store is None:
+            return self
+        if not self.kv_store:
+            raise ConfigError("--kv-store is empty; name a directory")
+        return self._with_store(
+            {"path": self.kv_store, "max_bytes": self.kv_store_size, "skip_salted": self.kv_store_skip_salted}
+        )
+
+    def _settle_json(self, values: Mapping[str, Any]) -> KVTransferConfig:
+        given = {key: value for key, value in values.items() if value is not None}
+        _check_keys(given, _BOUNDS, FLAG)
+        name, role = given.get("kv_connector"), given.get("kv_role")
+        if name is None:
+            raise ConfigError(f"{FLAG} names no kv_connector; {STORE} keeps blocks in a directory")
+        if role not in ROLES:
+            raise ConfigError(f"{FLAG}: kv_role {role!r} is not one of {', '.join(ROLES)}")
+        if "kv_connector_module_path" in given:
+            raise ConfigError(f"{FLAG}: kv_connector_module_path: connectors of your own are not loaded; {_USE_STORE}")
+        if given.get("enable_permute_local_kv"):
+            raise ConfigError(f"{FLAG}: enable_permute_local_kv: blocks have one layout; leave it out")
+        policy = given.get("kv_load_failure_policy", "recompute")
+        if policy != "recompute":
+            raise ConfigError(
+                f"{FLAG}: kv_load_failure_policy {policy!r}: tokens that cannot be loaded are always computed; leave "
+                "it out, or give recompute"
+            )
+        extra = _store_keys(name, given.get("kv_connector_extra_config", {}))
+        return dataclasses.replace(self._with_store(extra), kv_role=role)
+
+    def _with_store(self, extra: Mapping[str, Any]) -> KVTransferConfig:
+        keys = {"max_bytes": DEFAULT_STORE_BYTES, **extra}
+        _check_keys(keys, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
+        if not keys.get("path"):
+            raise ConfigError(f"{FLAG}: {STORE} needs a directory, kv_connector_extra_config's path")
+        defaults = {name: getattr(self, name) for name in ("min_load_tokens", "load_bias", "max_pinned_share")}
+        if "kv_recompute_threshold" in keys:
+            keys["min_load_tokens"] = keys.pop("kv_recompute_threshold")
+        tuned = {name: keys.pop(name, value) for name, value in defaults.items()}
+        return dataclasses.replace(self, kv_connector=STORE, kv_connector_extra_config=keys, **tuned)
+
+
+def _store_keys(name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the store's keys for the extra configuration of a connector of vLLM's. Raises ConfigError for one that is
+    not there, or that stores blocks elsewhere."""
+    if name == STORE:
+        return dict(extra)
+    if name in ("ExampleConnector", "SharedStorageConnector"):
+        path = extra.get("shared_storage_path")
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"{FLAG}: {name} needs a directory, kv_connector_extra_config's shared_storage_path")
+        return {"path": path}
+    if name == "OffloadingConnector":
+        return _offloading_keys(extra)
+    if name in ELSEWHERE:
+        raise ConfigError(f"{FLAG}: kv_connector {name} is not there: {ELSEWHERE[name]}")
+    hint = nearest(name, [STORE, "OffloadingConnector", *ELSEWHERE], f"{STORE} keeps blocks in a directory")
+    raise ConfigError(f"{FLAG}: kv_connector {name!r} is not known; {hint}")
+
+
+def _offloading_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the store's keys for an OffloadingConnector with one tier of files. Its memory is left out: the engine's
+    cache is in the same memory."""
+    tiers = extra.get("secondary_tiers")
+    tier = tiers[0] if isinstance(tiers, list) and len(tiers) == 1 and isinstance(tiers[0], Mapping) else {}
+    if tier.get("type") != "fs" or not isinstance(tier.get("root_dir"), str):
+        raise ConfigError(
+            f"{FLAG}: OffloadingConnector can have one secondary tier of type fs with a root_dir, which {STORE} takes "
+            "over; main memory is where the KV cache is, so for cpu_bytes_to_use raise --kv-cache-memory-bytes"
+        )
+    return {"path": tier["root_dir"]}
+
+
+def _check_keys(values: Mapping[str, Any], bounds: Mapping[str, FieldBound], where: str) -> None:
+    for name, value in values.items():
+        if name not in bounds:
+            hint = nearest(name, bounds, f"its keys are {', '.join(bounds)}")
+            raise ConfigError(f"{where} has an unknown key {name!r}; {hint}")
+        try:
+            bounds[name].validate(value)
+        except ValidationError as e:
+            raise ConfigError(f"{where}: {e}") from None

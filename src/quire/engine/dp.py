@@ -1,0 +1,181 @@
+"""An engine core that steps together with others (`waves.py`): every step of one is a step of all.
+
+The loop of `EngineCoreProc`, with two additions: after a step, or a dummy step, the engine waits until all have agreed
+to go on; and while it waits it serves its queue, so that control calls are answered.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.engine.core import StepResult
+from quire.engine.dp_group import MAX_RANKS, Agreement, DPGroup
+from quire.engine.executor.abstract import Executor
+from quire.engine.heartbeat import HeartbeatWriter
+from quire.engine.proc import EngineCoreProc
+from quire.engine.request import Request
+from quire.engine.waves import Verdict, WaveEffect, WaveState, WaveTurn
+from quire.logger import init_logger
+from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequestType
+from quire.wire.handshake import COORDINATOR
+from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S
+from quire.wire.stats import SchedulerStats
+
+logger = init_logger(__name__)
+
+FIRST_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
+"""First and longest wait for the others before they are looked at again; each is half as long again as the last."""
+
+
+class DPEngineCoreProc(EngineCoreProc):
+    """An `EngineCoreProc` that belongs to a group. All methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        *,
+        group_file: Path,
+        include_finished_set: bool = False,
+        heartbeat: HeartbeatWriter | None = None,
+    ) -> None:
+        """Joins the group once everything else is ready: before that, the others do not wait for it."""
+        self._group = DPGroup(group_file, config.parallel_config.engine_index, MAX_RANKS)
+        super().__init__(
+            config, executor_class, log_stats, include_finished_set=include_finished_set, heartbeat=heartbeat
+        )
+        self._run_own_step, self.step_fn = self.step_fn, self._run_counted_step
+        self._num_dummies = 0
+        """Dummy steps since the last report."""
+        self.waves = WaveState(self._group.join())
+        self.lifecycle.on_pause = self._begin_pause
+        self.lifecycle.on_resume = self._end_pause
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Returns whether a call of the step would do anything, or the others wait for this engine."""
+        return super().has_work() or (self.is_running and self.waves.is_running)
+
+    def is_blocked(self) -> bool:
+        return not self.waves.is_running and super().is_blocked()
+
+    def _has_own_work(self) -> bool:
+        return super().has_work() and not super().is_blocked()
+
+    def add_request(self, request: Request, wave: int = 0) -> None:
+        super().add_request(request, wave)
+        if self.scheduler.has_requests():
+            self._take(self.waves.on_request(max(wave, self._group.wave)))
+
+    def take_news(self) -> None:
+        super().take_news()
+        if self._group.is_joining and (agreement := self._group.poll()) is not None:
+            self._follow(agreement)  # it was admitted while it was idle
+
+    def run_busy_loop(self) -> None:
+        try:
+            super().run_busy_loop()
+        finally:
+            self._group.leave()  # the way out may take a while, and the others wait for this engine's vote
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _process_engine_step(self) -> bool:
+        if not self.waves.is_running and self._has_own_work():  # a grammar is compiled, or the weights are back
+            self._take(self.waves.on_request(self._group.wave))
+        if self.waves.is_running and self._group.is_joining:
+            self._agree()
+            return False
+        executed = super()._process_engine_step()
+        if self.waves.is_running:
+            self._take(self.waves.on_step(executed, self.lifecycle.is_sleeping()))
+            self._agree()
+        return executed
+
+    def _agree(self) -> None:
+        """Waits until all have agreed on what comes next, and follows that. Returns without it if the core ends."""
+        self._group.enter(self.waves.vote(self._has_own_work()))
+        wait_s, stamped = FIRST_WAIT_S, time.monotonic()
+        while (agreement := self._group.poll()) is None:
+            if not self._handle_shutdown():
+                return
+            self._check_threads()
+            try:
+                item = self.input_queue.get(timeout=wait_s)
+            except queue.Empty:
+                wait_s = min(1.5 * wait_s, MAX_WAIT_S)
+            else:
+                self._handle_client_request(*item)
+                if self._group.is_joining:
+                    self._group.enter(self.waves.vote(self._has_own_work()))
+            if time.monotonic() - stamped > IDLE_STAMP_INTERVAL_S:
+                self.heartbeat.idle()  # an engine that waits for another does not hang
+                stamped = time.monotonic()
+        self._follow(agreement)
+
+    def _follow(self, agreement: Agreement) -> None:
+        self._take(self.waves.on_verdict(agreement.verdict, agreement.wave, self._has_own_work()))
+        if agreement.verdict is Verdict.PAUSE and not self.waves.is_paused:
+            self._group.rejoin()  # it was resumed before it learnt of the pause
+        if agreement.verdict is not Verdict.GO:
+            self._report_wave()
+
+    def _take(self, turn: WaveTurn) -> None:
+        """Takes over the state after an event, and carries out what it asks for."""
+        self.waves = turn.state
+        for effect in turn.effects:
+            match effect:
+                case WaveEffect.DUMMY:
+                    self._run_dummy()
+                case WaveEffect.START_OTHERS:
+                    self.output_queue.put((COORDINATOR, EngineCoreOutputs(start_wave=self.waves.wave)))
+                case WaveEffect.REPORT_END:
+                    self.output_queue.put((COORDINATOR, EngineCoreOutputs(wave_complete=self.waves.wave - 1)))
+
+    def _report_wave(self) -> None:
+        """Sends statistics at the end of a wave: an engine that only ran dummy steps sends no others."""
+        stats = self.scheduler.make_stats()
+        if stats is not None:
+            self._count(stats)
+            self.output_queue.put((0, EngineCoreOutputs(scheduler_stats=stats)))
+
+    def _run_counted_step(self) -> StepResult:
+        outputs, executed = self._run_own_step()
+        for batch in (outputs or {}).values():
+            if batch.scheduler_stats is not None:
+                self._count(batch.scheduler_stats)
+        return outputs, executed
+
+    def _count(self, stats: SchedulerStats) -> None:
+        stats.current_wave, stats.step_counter = self.waves.wave, self.waves.step
+        stats.num_dummy_batches, self._num_dummies = self._num_dummies, 0
+
+    def _run_dummy(self) -> None:
+        self.heartbeat.execute((), 1)
+        self.executor.execute_dummy_batch()
+        self.heartbeat.update()
+        self._num_dummies += 1
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    def _handle_client_request(self, request_type: EngineCoreRequestType, data: Any) -> None:
+        if request_type is not EngineCoreRequestType.START_DP_WAVE:
+            super()._handle_client_request(request_type, data)
+        elif data is None:
+            self._take(self.waves.on_coordinator())
+        else:
+            self._take(self.waves.on_start(data))
+
+    def _begin_pause(self) -> None:
+        self._take(self.waves.on_pause())
+
+    def _end_pause(self) -> None:
+        if self.waves.is_paused:
+            self._group.rejoin()
+        self._take(self.waves.on_resume(self._has_own_work()))

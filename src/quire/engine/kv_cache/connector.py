@@ -1,0 +1,140 @@
+"""The scheduler half of a connector: what is stored outside the engine, and what of it is worth having.
+
+A connector is a row of `config/kv_transfer.py: CONNECTORS`. Its two halves meet only in the messages of
+`wire/kv_transfer.py`. Methods have vLLM's names where they do the same. `KVExchange` does the rest for all connectors:
+it allocates, fences, waits, gives up, registers what is verified, pins what is saved, and counts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.engine.request import Request
+from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+
+
+class ExternalMatch(NamedTuple):
+    """Tokens that a store has of a request, beyond those in the prefix cache."""
+
+    num_tokens: int
+    """Whole blocks. All groups have what a token after them reads."""
+    source: str = "external_unspecified"
+    """Label of metrics, and the unit that is measured and rested: host, p2p, disk, external_unspecified."""
+    params: dict[str, Any] | None = None
+    """Sent to the worker half with the load."""
+
+
+NO_MATCH = ExternalMatch(0)
+
+
+class KVConnectorScheduler(ABC):
+    """The scheduler half. Runs on the core's loop: no file, no socket and no hashing of data here.
+
+    All methods but two do nothing unless they are overridden.
+    """
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        self.config = config
+        self.kv_cache_config = kv_cache_config
+        self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.block_size = self.specs[0].block_size if self.specs else 1
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        """Returns what can be loaded beyond the first `num_computed_tokens`, which are whole blocks and in the cache.
+
+        Of a request of n tokens at most n - 1 are matched. None: ask again in a later step. May be called often, and
+        changes nothing. `find_longest_match` helps.
+        """
+
+    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+        """Notes that a load has been ordered. May set `order.params`."""
+        return
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        """Notes the end of a load: an index forgets what cannot be read."""
+        return
+
+    # -- saves -------------------------------------------------------------------------------------------------
+
+    def wants_saves(self, request: Request) -> bool:
+        """Returns whether blocks of this request are saved at all."""
+        return True
+
+    @abstractmethod
+    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+        """Returns whether a computed block is to be saved: it is not stored yet, and there is room. Called once for
+        each full block, when the result of its step is in."""
+
+    def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
+        """Notes the end of a save: an index learns what can be found."""
+        return
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Notes that a request has been added."""
+        return
+
+    def request_finished(self, request: Request) -> None:
+        """Notes that a request has ended."""
+        return
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Takes in a report of the worker half, before `on_load_finished` and `on_save_finished`."""
+        return
+
+    def build_connector_meta(self) -> dict[str, Any] | None:
+        """Returns what is sent to the worker half with the next step; None: nothing, and no step is made for it."""
+        return None
+
+    def set_weights(self, path: str) -> None:
+        """Notes that the weights were replaced by those of `path`: only what was computed with the same ones fits. No
+        transfer is under way."""
+        return
+
+    def reset_cache(self) -> bool:
+        """Drops what is stored. Returns False if that failed."""
+        return True
+
+    def shutdown(self) -> None:
+        """Releases its resources. May be called twice."""
+        return
+
+
+def find_longest_match(
+    specs: Sequence[AnyKVCacheSpec], request: Request, num_computed_tokens: int, has: Callable[[int, bytes], bool]
+) -> int:
+    """Returns the most tokens beyond `num_computed_tokens` that can be loaded: full groups have all blocks of them, and
+    groups with a window or chunk what the token after them reads.
+
+    `has(group_id, digest)` returns whether a store has a block. It is asked for each block of full groups up to the
+    first that is missing, and for few of the others.
+    """
+    size = specs[0].block_size
+    start = num_computed_tokens // size
+    stop = min((request.num_tokens - 1) // size, len(request.block_hashes))
+    hashes = request.block_hashes
+    for group_id, spec in enumerate(specs):
+        if spec.reach is None:
+            stop = next((i for i in range(start, stop) if not has(group_id, hashes[i])), stop)
+    windows = [(group_id, spec) for group_id, spec in enumerate(specs) if spec.reach is not None]
+    while stop > start:
+        missing = -1
+        for group_id, spec in windows:
+            first = max(start, min(stop - 1, int(spec.first_token_read(stop * size)) // size))
+            missing = max(
+                missing, next((i for i in range(stop - 1, first - 1, -1) if not has(group_id, hashes[i])), -1)
+            )
+        if missing < 0:
+            return (stop - start) * size
+        stop = missing  # no longer match contains the missing block
+    return 0

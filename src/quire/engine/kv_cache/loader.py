@@ -1,0 +1,244 @@
+"""Loads of blocks from their order to their end, which may come long after nothing waits for them any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.kv_cache.block import KVCacheBlocks
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.hashing import block_extra_keys
+from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, STALL_S, LoadCost
+from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
+from quire.engine.request import Request
+from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
+
+CANCEL_S = 0.05
+"""Seconds that a cancelled load may take to end, before its request is computed without it."""
+
+
+@dataclass(eq=False)
+class Load:
+    """One load. Its request waits for it in the first three stages; it was given up in the last two."""
+
+    request: Request
+    order: LoadOrder
+    blocks: LoadingBlocks
+    fence: int
+    """Number of steps whose results must be in before it is sent: they may still write its blocks."""
+    began: float
+    stage: Literal["ordered", "sent", "cancelled", "ended", "zombie", "quarantined"] = "ordered"
+    deadline: float = NEVER
+    """Time at which it is cancelled; of a cancelled one, given up; of a zombie, quarantined."""
+    progress_at: float = NEVER
+    """Time of its last progress; never: it was not sent, or it has stalled."""
+    num_verified: int = 0
+    """Blocks, by its last report."""
+    is_overdue: bool = False
+    """True if it has not answered a cancel in time."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to be loaded."""
+        return sum(len(key.token_ids) for key in self.order.keys)
+
+
+class BlockLoader:
+    """Owns the loads of one engine, and the holds on their blocks. Knows nothing of queues."""
+
+    def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, cost: LoadCost) -> None:
+        self._connector, self._manager, self.cost = connector, manager, cost
+        self.active: dict[Request, Load] = {}
+        """Loads that their request waits for."""
+        self.sent: dict[int, Load] = {}
+        """Loads that the worker has, by id; zombies among them."""
+        self.cancels: list[int] = []
+        """Ids to be sent."""
+        self._by_digest: dict[bytes, Load] = {}
+        """The active load of each block."""
+        self.next_deadline = NEVER
+        """Time at which `check_deadlines` has something to do."""
+
+    # -- the beginning -----------------------------------------------------------------------------------------
+
+    def find(self, digest: bytes) -> Load | None:
+        """Returns the active load of a block."""
+        return self._by_digest.get(digest)
+
+    def may_load(self, request: Request, start: int, match: ExternalMatch, now: float) -> bool:
+        """Returns whether loading what was matched after the first `start` tokens is allowed, and pays."""
+        if any(load.is_overdue and load.order.source == match.source for load in self.sent.values()):
+            return False
+        num_queued = self._count_queued(match.source)
+        return self.cost.should_load(match.source, start, match.num_tokens, num_queued, now)
+
+    def _count_queued(self, source: str) -> int:
+        return sum(load.num_tokens for load in self.active.values() if load.order.source == source)
+
+    def begin(
+        self,
+        request: Request,
+        hits: KVCacheBlocks,
+        match: ExternalMatch,
+        *,
+        fence: int,
+        reserved_blocks: int,
+        now: float,
+    ) -> Load | None:
+        """Orders a load. Returns None if there is no room for its request beside `reserved_blocks` and the requests of
+        other loads."""
+        size, first = self._manager.block_size, len(hits.blocks[0])
+        num_blocks = match.num_tokens // size
+        hashes = request.block_hashes
+        keys = [
+            BlockKey(
+                hashes[index],
+                hashes[index - 1] if index else None,
+                tuple(request.all_token_ids[index * size : (index + 1) * size]),
+                block_extra_keys(request, index, size),
+            )
+            for index in range(first, first + num_blocks)
+        ]
+        order = LoadOrder(0, match.source, first, keys, [], match.params)
+        reserved_blocks += sum(load.blocks.num_to_come for load in self.active.values())
+        blocks = self._manager.allocate_loading(id(order), request, hits, num_blocks, reserved_blocks)
+        if blocks is None:
+            return None
+        order.block_ids = [[block.block_id for block in table] for table in blocks.tables]
+        load = self.active[request] = Load(request, order, blocks, fence, now)
+        self._by_digest.update((key.digest, load) for key in keys)
+        self._connector.update_state_after_alloc(request, order)
+        return load
+
+    def can_send(self, num_received: int) -> bool:
+        """Returns whether `send` would return anything."""
+        return any(load.stage == "ordered" and load.fence <= num_received for load in self.active.values())
+
+    def send(self, ids: Iterable[int], num_received: int, now: float) -> list[LoadOrder]:
+        """Returns the orders to send, with ids from `ids`: the results of `num_received` steps are in."""
+        ready = [load for load in self.active.values() if load.stage == "ordered" and load.fence <= num_received]
+        num_queued: dict[str, int] = {}
+        for earlier in self.active.values():
+            if earlier.stage == "sent":
+                num_queued[earlier.order.source] = num_queued.get(earlier.order.source, 0) + earlier.num_tokens
+        for load, load_id in zip(ready, ids, strict=False):
+            source = load.order.source
+            load.order.load_id, load.stage, load.progress_at = load_id, "sent", now
+            load.deadline = now + self.cost.latest_end(source, load.num_tokens, num_queued.get(source, 0))
+            num_queued[source] = num_queued.get(source, 0) + load.num_tokens
+            self.sent[load_id] = load
+        if ready:
+            self._set_alarm()
+        return [load.order for load in ready]
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def note_progress(self, load_id: int, num_verified: int, now: float) -> None:
+        """Notes that a load goes on."""
+        load = self.sent.get(load_id)
+        if load is not None and num_verified > load.num_verified:
+            load.num_verified = num_verified
+            self._note_life(load.order.source, now)
+
+    def _note_life(self, source: str, now: float) -> None:
+        """Notes that a source makes progress, with whichever load."""
+        for load in self.sent.values():
+            if load.order.source == source and load.progress_at != NEVER:
+                load.progress_at = now
+        self._set_alarm()
+
+    def end(self, result: LoadResult, now: float) -> tuple[Load, int] | None:
+        """Takes in the end of a load. Returns it, and the number of its blocks that can be hit now; None: nothing has
+        waited for it, or it has ended before."""
+        load = self.sent.pop(result.load_id, None)
+        if load is None:
+            return None
+        source = load.order.source
+        self.cost.note_load(source, result.num_bytes, result.seconds)
+        if result.outcome == "ok":
+            self.cost.note_good(source)
+        self._connector.on_load_finished(load.order, result)
+        self._note_life(source, now)
+        if load.stage not in ("sent", "cancelled"):
+            self._manager.held.release(id(load.order))
+            return None
+        self._deactivate(load)
+        load.stage = "ended"
+        num_accepted = self._count_acceptable(load, result.num_verified)
+        self._manager.accept_loaded(id(load.order), load.request, load.blocks, num_accepted)
+        if not num_accepted:
+            self.release(load)
+        return load, num_accepted
+
+    def _count_acceptable(self, load: Load, num_verified: int) -> int:
+        """Returns how many of the verified blocks are still the request's: its adapter may have changed meanwhile."""
+        order, hashes = load.order, load.request.block_hashes
+        num_same = 0
+        for key, digest in zip(order.keys[:num_verified], hashes[order.start :], strict=False):
+            if key.digest != digest:
+                break
+            num_same += 1
+        return num_same
+
+    def release(self, load: Load) -> bool:
+        """Frees the blocks that a load has brought; they can be hit as long as they are not given to others. Returns
+        whether it held any. Those of a load that was given up are not free before it ends."""
+        return load.stage == "ended" and self._manager.held.release(id(load.order))
+
+    def _deactivate(self, load: Load) -> None:
+        del self.active[load.request]
+        for key in load.order.keys:
+            if self._by_digest.get(key.digest) is load:
+                del self._by_digest[key.digest]
+
+    def abandon(self, load: Load, now: float) -> None:
+        """Gives an active load up: its request waits for it no longer."""
+        self._deactivate(load)
+        if load.stage == "ordered":
+            self._manager.held.release(id(load.order))
+            self._connector.on_load_finished(load.order, LoadResult(0, 0, "cancelled"))
+            return
+        if load.stage == "sent":
+            self.cancels.append(load.order.load_id)
+        load.stage, load.deadline = "zombie", now + QUARANTINE_S
+        self._manager.held.change(id(load.order), "zombie")
+        self._set_alarm()
+
+    # -- time --------------------------------------------------------------------------------------------------
+
+    def check_deadlines(self, now: float) -> list[Load]:
+        """Cancels loads that are late or have stalled, and gives up those that do not end then. Returns the latter."""
+        given_up: list[Load] = []
+        for load in list(self.sent.values()):
+            has_stalled = now >= load.progress_at + STALL_S
+            if has_stalled:
+                self.cost.note_stall(load.order.source, now)
+                load.progress_at = NEVER
+            if load.stage == "sent" and (has_stalled or now >= load.deadline):
+                self.cancels.append(load.order.load_id)
+                load.stage, load.deadline = "cancelled", now + CANCEL_S
+            elif now >= load.deadline:
+                if load.stage == "cancelled":
+                    load.is_overdue = True
+                    self.abandon(load, now)
+                    given_up.append(load)
+                elif load.stage == "zombie":
+                    self.quarantine(load)
+        self._set_alarm()
+        return given_up
+
+    def quarantine(self, load: Load) -> None:
+        """Waits no longer for the blocks of a zombie."""
+        load.stage, load.deadline = "quarantined", NEVER
+        self._manager.held.change(id(load.order), "quarantined")
+
+    @property
+    def num_expected(self) -> int:
+        """Number of loads whose blocks will come back: all but quarantined ones."""
+        num_unsent = sum(load.stage == "ordered" for load in self.active.values())
+        return num_unsent + sum(load.stage != "quarantined" for load in self.sent.values())
+
+    def _set_alarm(self) -> None:
+        times = [min(load.deadline, load.progress_at + STALL_S) for load in self.sent.values()]
+        self.next_deadline = min(times, default=NEVER)

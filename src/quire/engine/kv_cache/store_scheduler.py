@@ -1,0 +1,192 @@
+"""The scheduler half of the store: which blocks a directory has, and which are worth writing.
+
+The index is in memory and follows the directory in a thread of its own. The namespace comes from the worker half.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.request import Request
+from quire.kv_store.access import REST_S
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.index import StoreIndex, StoreScanner
+from quire.kv_store.record import REJECTIONS
+from quire.logger import init_logger
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+
+logger = init_logger(__name__)
+
+MAX_WRITE_BYTES_PER_S = 200_000_000
+NO_PLACE = -1
+SAVED_S = 5.0
+"""Time for which a block is taken as written before a scan has found it."""
+
+
+class WriteBudget:
+    """A rate of bytes with a burst of one second."""
+
+    def __init__(self, bytes_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = bytes_per_s, clock
+        self._left, self._ts = float(bytes_per_s), clock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Takes `num_bytes` if there are any left; a debt is paid before the next."""
+        now = self._clock()
+        self._left = min(float(self._rate), self._left + (now - self._ts) * self._rate)
+        self._ts = now
+        if self._left <= 0:
+            return False
+        self._left -= num_bytes
+        return True
+
+
+class StoreScheduler(KVConnectorScheduler):
+    """Looks blocks up in a directory, and orders those that it lacks to be written."""
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, kv_cache_config)
+        transfer = config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        self._loads = transfer.kv_role != "kv_producer"
+        self._saves = transfer.kv_role != "kv_consumer"
+        self._skips_salted = bool(extra.get("skip_salted"))
+        self._directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
+        self._budget = WriteBudget(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
+        self._payload_bytes: list[int] = []
+        self._index: StoreIndex | None = None
+        """None: the namespace is not known yet."""
+        self._scanner: StoreScanner | None = None
+        self._generation = 0
+        """Number of times that the weights were replaced."""
+        self._had_namespace = False
+        self._saved: dict[tuple[int, bytes], float] = {}
+        """Blocks that were ordered to be written lately, and when; the oldest first."""
+        self._rest_ts = float("-inf")
+        self._is_resetting = False
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        index = self._index
+        if index is None or not self._loads or request.lora_request is not None:
+            return NO_MATCH
+        num_tokens = find_longest_match(
+            self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
+        )
+        if not num_tokens or not self._are_provable(request, index, num_computed_tokens, num_tokens):
+            return NO_MATCH
+        return ExternalMatch(num_tokens, "disk")
+
+    def _are_provable(self, request: Request, index: StoreIndex, num_computed_tokens: int, num_tokens: int) -> bool:
+        """Returns whether each block has a record of some group: its tokens are compared even where none is loaded."""
+        if any(spec.reach is None for spec in self.specs):
+            return True
+        start, stop = num_computed_tokens // self.block_size, (num_computed_tokens + num_tokens) // self.block_size
+        groups = range(len(self.specs))
+        return all(any(index.contains(digest, g) for g in groups) for digest in request.block_hashes[start:stop])
+
+    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+        numbers: dict[str, int] = {}
+        places: list[list[int]] = []
+        for group_id in range(len(self.specs)):
+            row = []
+            for key in order.keys:
+                place = None if self._index is None else self._index.find(key.digest, group_id)
+                if place is None:
+                    row.append(NO_PLACE)
+                else:
+                    row.append(numbers.setdefault(place.extent, len(numbers)) << 32 | place.offset)
+            places.append(row)
+        order.params = {"extents": list(numbers), "places": places}
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        if self._index is None:
+            return
+        for key in order.keys[: result.num_verified]:
+            self._index.note_use(key.digest, 0)
+        if result.num_verified < len(order.keys) and (result.reason in REJECTIONS or result.reason == "gone"):
+            key = order.keys[result.num_verified]
+            for group_id in range(len(self.specs)):
+                self._index.forget(key.digest, group_id)
+                self._saved.pop((group_id, key.digest), None)
+
+    # -- saves -------------------------------------------------------------------------------------------------
+
+    def wants_saves(self, request: Request) -> bool:
+        if not self._saves or self._index is None or request.lora_request is not None:
+            return False
+        params = request.sampling_params
+        is_kept_off = (
+            params is not None and params.extra_args is not None and params.extra_args.get("kv_store") is False
+        )
+        return not is_kept_off and not (self._skips_salted and request.cache_salt is not None)
+
+    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+        now = time.monotonic()
+        if self._index is None or now < self._rest_ts:
+            return False
+        while self._saved and next(iter(self._saved.values())) < now - SAVED_S:
+            del self._saved[next(iter(self._saved))]
+        name = (group_id, key.digest)
+        if name in self._saved or self._index.contains(key.digest, group_id):
+            return False
+        if not self._budget.take(self._payload_bytes[group_id]):
+            return False
+        self._saved[name] = now
+        return True
+
+    def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
+        for block in order.blocks[result.num_saved :]:
+            self._saved.pop((block.group_id, block.key.digest), None)
+        if result.reason in ("full", "error"):
+            self._rest_ts = time.monotonic() + REST_S / 10
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        info = output.info
+        if not info or info.get("generation") != self._generation or "fingerprint" not in info:
+            return
+        self._payload_bytes = list(info["payload_bytes"])
+        index = StoreIndex(self._directory, info["fingerprint"])
+        if not self._had_namespace:  # once, at the start: the first request is to find what there is
+            try:
+                index.scan()
+            except OSError as e:
+                logger.warning("the KV store %s cannot be read: %s", self._directory.path, e.strerror)
+        self._had_namespace = True
+        self._index, self._scanner = index, StoreScanner(index)
+        logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
+
+    def build_connector_meta(self) -> dict[str, Any] | None:
+        is_resetting, self._is_resetting = self._is_resetting, False
+        return {"reset": True} if is_resetting else None
+
+    def set_weights(self, path: str) -> None:
+        self._generation += 1
+        self._forget_namespace()
+
+    def reset_cache(self) -> bool:
+        """Drops the records of this namespace: from the index now, and from the directory with the next step."""
+        if self._index is not None:
+            self._index.forget_all()
+        self._saved.clear()
+        self._is_resetting = True
+        return True
+
+    def shutdown(self) -> None:
+        self._forget_namespace()
+        self._directory.close()
+
+    def _forget_namespace(self) -> None:
+        scanner, self._scanner, self._index = self._scanner, None, None
+        self._saved.clear()
+        if scanner is not None:
+            scanner.stop()

@@ -1,0 +1,431 @@
+"""The scheduler's one collaborator for stores outside the engine, and a null object where there is none.
+
+A load is a wait at a gate. Its request is in `blocked` and holds no table; the blocks that are being written are held
+outside of all tables. What was verified is registered as if it had been computed, and kept until the request is
+admitted, whose ordinary look-up then finds it. So a load that fails, in any way, leaves an ordinary waiting request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.block import KVCacheBlocks
+from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
+from quire.engine.kv_cache.loader import BlockLoader, Load
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.kv_cache.saver import BlockSaver, may_be_stored
+from quire.engine.request import Request
+from quire.engine.sched.interface import AdmissionGate
+from quire.engine.transfers import TransferLink
+from quire.errors import ConfigError
+from quire.resolve import resolve
+from quire.wire.execution import SchedulerOutput
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata
+from quire.wire.stats import KVTransferStats, SchedulerStats
+
+LET_GO_S = 1.0
+"""Seconds that a reset waits for transfers to end."""
+PREFILL_TOKENS = 32
+"""Steps of so many tokens, and of so many per request, show what computing prompts costs."""
+
+
+class NoExchange:
+    """Nothing is stored outside the engine. Base of the exchange that a connector has."""
+
+    gates: Sequence[AdmissionGate] = ()
+    """Gates that a waiting request must pass, besides capacity."""
+
+    @property
+    def has_news(self) -> bool:
+        """Returns whether the next `schedule` has something to take in or to send."""
+        return False
+
+    def begin_round(self) -> None:
+        """Takes in what has ended, and gives up what takes too long. Called before each step is scheduled."""
+
+    def on_new_request(self, request: Request) -> None:
+        """Notes that a request was added."""
+
+    def begins_load(
+        self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
+    ) -> bool:
+        """Returns whether the request is blocked from now on: by a load of its own, which begins, or by another's of a
+        block that it needs. A load leaves free what `running` requests need for their prompts, and `reserved_blocks`.
+        """
+        return False
+
+    def make_room(self, request: Request) -> bool:
+        """Gives back blocks that are kept only to save time, those for `request` last. Returns whether there were
+        any."""
+        return False
+
+    def await_room(self, request: Request) -> bool:
+        """Blocks the request until a transfer ends. Returns False, with nothing done, if none will give back blocks."""
+        return False
+
+    def count_external(self, request: Request, num_hits: int) -> int:
+        """Returns how many of the tokens that an admission hits were loaded for it."""
+        return 0
+
+    def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
+        """Notes that a request was admitted."""
+
+    def on_sent(self, output: SchedulerOutput) -> None:
+        """Adds orders to a step that is about to be sent."""
+
+    def on_received(self, output: SchedulerOutput) -> None:
+        """Notes that the result of the oldest step is in."""
+
+    def on_abandoned(self) -> None:
+        """Notes that all steps in flight were given up."""
+
+    def let_go(self, *, loads_too: bool) -> bool:
+        """Ends all transfers, so that the cache can be dropped. Returns False, with nothing done, if requests wait for
+        loads and `loads_too` is False."""
+        return True
+
+    def set_weights(self, path: str) -> None:
+        """Notes that the weights were replaced by those of `path`."""
+
+    def reset_store(self) -> bool:
+        """Drops what is stored outside. Returns False if that failed."""
+        return True
+
+    def shutdown(self) -> None:
+        """Gives saves a moment to end, and releases everything."""
+
+
+NO_EXCHANGE = NoExchange()
+
+
+def check_connector(config: EngineConfig) -> None:
+    """Raises ConfigError if a connector is configured that cannot work with the rest."""
+    name = config.kv_transfer_config.kv_connector
+    if name is None:
+        return
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
+    if config.observability_config.record is not None:
+        raise ConfigError(f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {name!r}")
+
+
+class _Steps:
+    """Counts steps, and measures those that mainly compute prompts."""
+
+    def __init__(self) -> None:
+        self.num_sent = self.num_received = 0
+        self._sent_at: deque[float] = deque()
+        self._last_at = 0.0
+
+    def send(self, now: float) -> None:
+        self._sent_at.append(now)
+        self.num_sent += 1
+
+    def receive(self, output: SchedulerOutput, cost: LoadCost, now: float) -> None:
+        began, self._last_at = max(self._sent_at.popleft(), self._last_at), now
+        self.num_received += 1
+        num_requests = len(output.num_scheduled_tokens)
+        if not num_requests or output.total_num_scheduled_tokens < PREFILL_TOKENS * num_requests:
+            return
+        cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update((data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs)
+        num_pairs = sum(count_pairs(starts[req_id], num_tokens) for req_id, num_tokens in counts.items())
+        cost.compute.add(output.total_num_scheduled_tokens, num_pairs, now - began)
+
+    def abandon(self) -> None:
+        self.num_received = self.num_sent
+        self._sent_at.clear()
+
+
+class KVExchange(NoExchange, AdmissionGate):
+    """Lets requests load what a connector has of them, and saves what they compute. Belongs to the core's loop."""
+
+    def __init__(
+        self,
+        connector: KVConnectorScheduler,
+        manager: KVCacheManager,
+        link: TransferLink,
+        *,
+        cost: LoadCost,
+        max_pinned_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gates = (self,)
+        self._alarm_at = NEVER
+        self.connector, self.link, self.clock = connector, link, clock
+        self.loader = BlockLoader(connector, manager, cost)
+        self.saver = BlockSaver(connector, manager, max_pinned_blocks)
+        self._manager = manager
+        self._block_size = manager.block_size
+        self._loaded: dict[Request, tuple[Load, int]] = {}
+        """Loads that have ended, and how many tokens they have brought, of requests that were not admitted since. These
+        do not load again."""
+        self._waits: dict[Request, Load | None] = {}
+        """Requests that are blocked here, and the load that they wait for; None: for any transfer to end."""
+        self._deferred: list[Request] = []
+        """Requests that the connector is to be asked about again."""
+        self._declined: tuple[Request, int] | None = None
+        """The last request that does not load, and its hits."""
+        self._steps = _Steps()
+        self._ids = count(1)
+        self._stats = KVTransferStats()
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, kv_cache_config: KVCacheConfig, link: TransferLink, manager: KVCacheManager
+    ) -> KVExchange:
+        """Returns the exchange of the configured connector."""
+        transfer = config.kv_transfer_config
+        assert transfer.connector is not None
+        connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
+        cost = LoadCost(block_bytes / manager.block_size, transfer.min_load_tokens, transfer.load_bias)
+        max_pinned = max(1, int(transfer.max_pinned_share * kv_cache_config.num_blocks))
+        return cls(connector, manager, link, cost=cost, max_pinned_blocks=max_pinned)
+
+    # -- the gate ----------------------------------------------------------------------------------------------
+
+    def is_ready(self, request: Request) -> bool:
+        return request not in self._waits
+
+    def note_left(self, request: Request) -> None:
+        self._waits.pop(request, None)
+        loaded = self._loaded.pop(request, None)
+        if loaded is not None:
+            self.loader.release(loaded[0])
+        load = self.loader.active.get(request)
+        if load is not None:
+            self._abandon(load, "cancelled")
+        if request.is_finished:
+            self.connector.request_finished(request)
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        new, self._stats = self._stats, KVTransferStats()
+        saver = self.saver
+        new.num_loads_in_flight = len(self.loader.active)
+        new.num_saved_blocks, saver.num_saved = saver.num_saved, 0
+        new.num_dropped_blocks, saver.num_dropped = dict(saver.num_dropped), Counter()
+        new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
+        stats.kv_transfer = new
+
+    def on_new_request(self, request: Request) -> None:
+        self.connector.on_new_request(request)
+
+    # -- rounds of admissions ----------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        loader = self.loader
+        return (
+            self.link.has_reports
+            or bool(loader.cancels or self.saver.cancels or self.saver.unsent or self._deferred)
+            or loader.can_send(self._steps.num_received)
+            or self.clock() >= self._next_deadline
+        )
+
+    @property
+    def _next_deadline(self) -> float:
+        return min(self.loader.next_deadline, self.saver.next_deadline)
+
+    def begin_round(self) -> None:
+        self._take_reports()
+        for request in self._deferred:
+            self._waits.pop(request, None)
+        self._deferred.clear()
+        now = self.clock()
+        if now >= self._next_deadline:
+            self.saver.give_up(now)
+            for load in self.loader.check_deadlines(now):
+                self._end(load, 0, "failed")
+            self._unblock(None)  # blocks that will not come back are not to be waited for
+
+    def _take_reports(self) -> None:
+        for report in self.link.take():
+            self.connector.update_connector_output(report)
+            for load_id, num_verified in report.progress.items():
+                self.loader.note_progress(load_id, num_verified, self.clock())
+            for save in report.saves:
+                self.saver.end(save)
+            for result in report.loads:
+                ended = self.loader.end(result, self.clock())
+                if ended is not None:
+                    outcome = "ok" if ended[1] == len(ended[0].order.keys) else result.outcome
+                    self._end(*ended, "failed" if outcome == "unknown" else outcome)
+            self._unblock(None)
+
+    def begins_load(
+        self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
+    ) -> bool:
+        if request.skip_reading_prefix_cache or not may_be_stored(request):
+            return False
+        if request in self._loaded or self._declined == (request, num_hits):
+            return False
+        first = num_hits // self._block_size
+        if (first + 1) * self._block_size >= request.num_tokens:
+            return False
+        other = self.loader.find(request.block_hashes[first])
+        if other is not None:
+            self._waits[request] = other
+            return True
+        match = self.connector.get_num_new_matched_tokens(request, num_hits)
+        if match is None:
+            self._waits[request] = None
+            self._deferred.append(request)
+            return True
+        now = self.clock()
+        if not match.num_tokens or not self.loader.may_load(request, num_hits, match, now):
+            self._declined = request, num_hits
+            return False
+        reserved_blocks += self._manager.count_blocks_to_come(running)
+        fence = self._steps.num_sent
+        load = self.loader.begin(request, hits, match, fence=fence, reserved_blocks=reserved_blocks, now=now)
+        if load is None:
+            return False
+        self._waits[request] = load
+        self._stats.num_loads_begun += 1
+        request.await_load()
+        return True
+
+    def _abandon(self, load: Load, outcome: str) -> None:
+        self.loader.abandon(load, self.clock())
+        self._end(load, 0, outcome)
+
+    def _end(self, load: Load, num_blocks: int, outcome: str) -> None:
+        """Nothing waits for a load any more: it has ended, or was given up."""
+        request = load.request
+        loads = self._stats.num_loads
+        loads[outcome] = loads.get(outcome, 0) + 1
+        if not request.is_finished:
+            num_tokens = num_blocks * self._block_size
+            self._loaded[request] = load, num_tokens
+            if num_blocks:
+                request.report.external_source = load.order.source
+        if num_blocks:
+            self._stats.load_seconds.append(self.clock() - load.began)
+        request.end_load()
+        self._unblock(load)
+
+    def _unblock(self, load: Load | None) -> None:
+        """Unblocks what waits for a load, or for any transfer."""
+        if self._waits:
+            self._waits = {request: other for request, other in self._waits.items() if other not in (load, None)}
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def make_room(self, request: Request) -> bool:
+        if self.saver.drop_unsent():
+            return True
+        self.saver.cancel_sent(self.clock())
+        newest_first = [load for other, (load, _) in reversed(self._loaded.items()) if other is not request]
+        if request in self._loaded:
+            newest_first.append(self._loaded[request][0])
+        return any(self.loader.release(load) for load in newest_first)
+
+    def await_room(self, request: Request) -> bool:
+        if not self.loader.num_expected and not self.saver.num_expected:
+            return False
+        self._waits[request] = None
+        return True
+
+    # -- admissions --------------------------------------------------------------------------------------------
+
+    def count_external(self, request: Request, num_hits: int) -> int:
+        loaded = self._loaded.get(request)
+        if loaded is None:
+            return 0
+        start = loaded[0].order.start * self._block_size
+        return max(0, min(num_hits, start + loaded[1]) - start)
+
+    def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
+        loaded = self._loaded.pop(request, None)
+        if loaded is not None:
+            self.loader.release(loaded[0])
+        if not request.skip_reading_prefix_cache and may_be_stored(request):
+            num_queried = request.num_tokens - num_hits + num_external
+            self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def on_sent(self, output: SchedulerOutput) -> None:
+        now = self.clock()
+        self._steps.send(now)
+        self.saver.note_scheduled(self._steps.num_sent)
+        orders = KVConnectorMetadata(
+            loads=self.loader.send(self._ids, self._steps.num_received, now),
+            saves=self.saver.send(self._ids),
+            cancels=self._take_cancels(),
+            params=self.connector.build_connector_meta(),
+        )
+        if orders:
+            output.kv_connector_metadata = orders
+        if self._alarm_at != self._next_deadline:
+            self._alarm_at = self._next_deadline
+            self.link.set_alarm(self._alarm_at - now)
+
+    def _take_cancels(self) -> list[int]:
+        cancels = self.loader.cancels + self.saver.cancels
+        self.loader.cancels, self.saver.cancels = [], []
+        return cancels
+
+    def on_received(self, output: SchedulerOutput) -> None:
+        self._steps.receive(output, self.loader.cost, self.clock())
+        self.saver.note_computed(self._steps.num_received)
+
+    def on_abandoned(self) -> None:
+        self._steps.abandon()
+        self.saver.forget_steps()
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def let_go(self, *, loads_too: bool) -> bool:
+        loader, saver = self.loader, self.saver
+        if loader.active and not loads_too:
+            return False
+        for load in list(loader.active.values()):
+            self._abandon(load, "cancelled")
+        for load, _ in self._loaded.values():
+            loader.release(load)
+        self._loaded.clear()  # all of them may load once more
+        saver.drop_unsent()
+        self._await(lambda: not saver.num_expected, LET_GO_S / 2)
+        saver.cancel_sent(self.clock())
+        cancels = self._take_cancels()
+        if cancels:
+            self.link.send(KVConnectorMetadata(cancels=cancels))
+        self._await(lambda: not (loader.num_expected or saver.num_expected), LET_GO_S)
+        for load in loader.sent.values():
+            if load.stage == "zombie":
+                loader.quarantine(load)
+        saver.give_up(NEVER)
+        self._unblock(None)  # blocks that will not come back are not to be waited for
+        self._declined = None
+        return True
+
+    def _await(self, is_done: Callable[[], bool], seconds: float) -> None:
+        """Takes reports in until `is_done`, at most for some time."""
+        deadline = self.clock() + seconds
+        self._take_reports()
+        while not is_done() and (left := deadline - self.clock()) > 0:
+            self.link.wait(left)
+            self._take_reports()
+
+    def set_weights(self, path: str) -> None:
+        self.connector.set_weights(path)
+
+    def reset_store(self) -> bool:
+        self._declined = None
+        return self.connector.reset_cache()
+
+    def shutdown(self) -> None:
+        self.saver.drop_unsent()
+        self._await(lambda: not self.saver.num_expected, LET_GO_S)
+        self.connector.shutdown()
+        self.link.close()

@@ -1,0 +1,145 @@
+"""Reads and writes records: a reader proves them before they are used, a writer rests when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from quire.kv_store.directory import StoreDirectory, StoreFullError
+from quire.kv_store.extent import ExtentWriter, open_extent, read_into
+from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordHeader, RecordMac
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+GONE = "gone"
+"""Reason for a record whose extent was deleted: a miss, no damage."""
+
+
+class RecordReader:
+    """Reads from the extents of one directory, which it keeps open until `close`. Any number of threads may read."""
+
+    def __init__(self, directory: StoreDirectory, mac: RecordMac) -> None:
+        self._directory, self._mac = directory, mac
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, extent: str, offset: int, header: RecordHeader, buffer: bytearray) -> memoryview:
+        """Returns the payload of the record at `offset`, which must be the one of `header`; it is in `buffer`, which is
+        made larger if need be. Raises InvalidRecordError."""
+        expected = header.encode()
+        if len(buffer) < header.record_bytes:
+            buffer.extend(bytes(header.record_bytes - len(buffer)))
+        record = memoryview(buffer)[: header.record_bytes]
+        try:
+            num_bytes = read_into(self._open(extent), [record], offset)
+        except FileNotFoundError:
+            raise InvalidRecordError(GONE, f"{extent} was deleted") from None
+        except OSError as e:
+            raise InvalidRecordError("io", f"{extent} cannot be read: {e.strerror}") from None
+        if num_bytes != header.record_bytes:
+            raise InvalidRecordError("truncated", f"{extent} ends within the record at {offset}")
+        head, rest = record[: len(expected)], record[len(expected) :]
+        tag, payload = rest[:TAG_BYTES], rest[TAG_BYTES:]
+        self._mac.check(expected, head, tag, [payload])
+        return payload
+
+    def _open(self, extent: str) -> int:
+        with self._lock:
+            descriptor = self._descriptors.get(extent)
+            if descriptor is None:
+                descriptor = self._descriptors[extent] = open_extent(self._directory.descriptor, extent)
+            return descriptor
+
+    def close(self) -> None:
+        """Closes the extents. No thread may read."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+
+OPEN_S = 600.0
+"""Age at which an extent is sealed."""
+REST_S = 60.0
+"""Time without writes after the disk was full, or failed."""
+BUSY_REST_S = 1.0
+"""Time without writes while another process makes room."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class StoreWriter:
+    """The writer of one process. Used by one thread; it raises nothing."""
+
+    def __init__(self, directory: StoreDirectory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._clock = directory, clock
+        self._extent: ExtentWriter | None = None
+        self._seal_ts = 0.0
+        self._rest_ts = float("-inf")
+        self._rest_reason = ""
+
+    def append(self, header: RecordHeader, payload: Sequence[memoryview]) -> str:
+        """Writes a record. Returns the reason if it was not written: full, error, or format if it is too large; ""."""
+        if self._clock() < self._rest_ts:
+            return self._rest_reason
+        try:
+            if self._extent is not None and not self._fits(self._extent, header):
+                self._seal()
+            if self._extent is None:
+                self._extent = self._directory.create_extent(header.fingerprint)
+                self._seal_ts = self._clock() + OPEN_S
+                if not self._extent.has_room(header):
+                    return "format"
+            self._extent.append(header, payload)
+        except InvalidRecordError:
+            return "format"
+        except StoreFullError as e:
+            return self._rest(e, "full", BUSY_REST_S if e.errno == errno.EAGAIN else REST_S)
+        except OSError as e:
+            self._abandon()
+            if e.errno not in _NO_SPACE:
+                return self._rest(e, "error", REST_S)
+            with contextlib.suppress(OSError), self._directory.locked():
+                self._directory.make_room(self._directory.extent_bytes)
+            return self._rest(e, "full", REST_S)
+        return ""
+
+    def seconds_to_seal(self) -> float | None:
+        """Returns the time after which `seal_if_old` has something to do; None: there is no open extent."""
+        return None if self._extent is None else max(0.0, self._seal_ts - self._clock())
+
+    def seal_if_old(self) -> None:
+        """Seals an extent that has been open for long, so that its size no longer counts in full."""
+        if self.seconds_to_seal() == 0.0:
+            self.seal()
+
+    def seal(self) -> None:
+        """Seals the open extent, if there is one: at the end, or for another namespace."""
+        try:
+            self._seal()
+        except OSError as e:
+            self._rest(e, "error", REST_S)
+
+    def _fits(self, extent: ExtentWriter, header: RecordHeader) -> bool:
+        return extent.fingerprint == header.fingerprint and extent.has_room(header)
+
+    def _seal(self) -> None:
+        extent, self._extent = self._extent, None
+        if extent is not None:
+            extent.seal()
+
+    def _abandon(self) -> None:
+        extent, self._extent = self._extent, None
+        if extent is not None:
+            extent.abandon()
+
+    def _rest(self, error: OSError, reason: str, seconds: float) -> str:
+        if seconds >= REST_S:
+            why = error.strerror or error
+            logger.warning("the KV store %s is not written to for %.0f s: %s", self._directory.path, seconds, why)
+        self._rest_ts, self._rest_reason = self._clock() + seconds, reason
+        return reason

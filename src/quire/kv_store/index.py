@@ -1,0 +1,184 @@
+"""The records of one namespace in a directory, in memory: a look-up reads no file.
+
+The directory is scanned each second. An entry that leads nowhere, because its extent was deleted since, is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.kv_store.directory import ExtentFile, StoreDirectory
+from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow, open_extent
+from quire.logger import init_logger
+
+logger = init_logger(__name__)
+
+SCAN_INTERVAL_S = 1.0
+END_S = 1.0
+USE_INTERVAL_S = 60.0
+"""An extent's use is noted in the file system at most this often."""
+_OFFSET_BITS = 32
+
+
+class Place(NamedTuple):
+    """Position of a record."""
+
+    extent: str
+    offset: int
+
+
+@dataclass
+class _Known:
+    """An extent that was read. `end`: offset after its last known record."""
+
+    file: ExtentFile
+    keys: list[bytes] = field(default_factory=list)
+    end: int = 0
+    is_sealed: bool = False
+    noted_ts: float = float("-inf")
+
+
+class StoreIndex:
+    """The records of the namespace of `fingerprint`. `find`, `forget` and `note_use` may be called from any thread."""
+
+    def __init__(self, directory: StoreDirectory, fingerprint: bytes) -> None:
+        self.directory, self.fingerprint = directory, fingerprint
+        self.num_bytes = 0
+        """Bytes of all extents of the directory at the last scan."""
+        self._namespace = fingerprint.hex()[:NAMESPACE_DIGITS]
+        self._places: dict[bytes, int] = {}
+        """Digest and group to the extent's number and the offset in it."""
+        self._known: dict[int, _Known] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        """Name and inode to number."""
+        self._next_number = 0
+        self._used: set[int] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of records that can be found."""
+        return len(self._places)
+
+    def find(self, digest: bytes, group: int) -> Place | None:
+        """Returns where the record of a block is, or None."""
+        value = self._places.get(digest + group.to_bytes(4, "little"))
+        if value is None:
+            return None
+        known = self._known.get(value >> _OFFSET_BITS)
+        return None if known is None else Place(known.file.name, value & (1 << _OFFSET_BITS) - 1)
+
+    def contains(self, digest: bytes, group: int) -> bool:
+        """Returns whether there is a record of a block."""
+        return digest + group.to_bytes(4, "little") in self._places
+
+    def forget(self, digest: bytes, group: int) -> None:
+        """Drops an entry whose record could not be used, so that the block is stored again."""
+        self._places.pop(digest + group.to_bytes(4, "little"), None)
+
+    def forget_all(self) -> None:
+        """Drops all entries. Extents that were read are not read again."""
+        self._places.clear()
+
+    def note_use(self, digest: bytes, group: int) -> None:
+        """Records that a block was used; the next scan notes it in the file system."""
+        value = self._places.get(digest + group.to_bytes(4, "little"))
+        if value is not None:
+            self._used.add(value >> _OFFSET_BITS)
+
+    def scan(self) -> None:
+        """Reads what was written since the last scan, and forgets what is gone. Raises OSError."""
+        files = sorted(self.directory.list_extents(), key=lambda file: file.written_ns)  # the newest copy is found
+        self.num_bytes = sum(file.num_bytes for file in files)
+        present = {(file.name, file.inode) for file in files}
+        for name_and_inode, number in list(self._numbers.items()):
+            if name_and_inode not in present:
+                del self._numbers[name_and_inode]
+                self._drop(number)
+        for file in files:
+            with contextlib.suppress(OSError):  # deleted since it was listed, or unreadable
+                self._read(file)
+        self._write_uses()
+
+    def _read(self, file: ExtentFile) -> None:
+        if file.namespace != self._namespace:
+            if not self.directory.is_sealed(file):
+                self.directory.seal_if_orphan(file)
+            return
+        number = self._numbers.get((file.name, file.inode))
+        if number is None:
+            number = self._next_number
+            self._next_number += 1
+            self._numbers[file.name, file.inode] = number
+            self._known[number] = _Known(file)
+        known = self._known[number]
+        if known.is_sealed:
+            return
+        table = self.directory.load_table(file)
+        if table is not None:
+            if table.fingerprint == self.fingerprint:
+                self._add(number, [entry for entry in table.entries if entry.offset >= known.end])
+            known.is_sealed = True
+            return
+        descriptor = open_extent(self.directory.descriptor, file.name)
+        try:
+            self._add(number, list(follow(descriptor, known.end, self.fingerprint)))
+        finally:
+            os.close(descriptor)
+        self.directory.seal_if_orphan(file)
+
+    def _add(self, number: int, entries: list[Entry]) -> None:
+        known = self._known[number]
+        for entry in entries:
+            key = entry.digest + entry.group.to_bytes(4, "little")
+            self._places[key] = number << _OFFSET_BITS | entry.offset
+            known.keys.append(key)
+            known.end = entry.end
+
+    def _drop(self, number: int) -> None:
+        for key in self._known.pop(number).keys:
+            if self._places.get(key, -1) >> _OFFSET_BITS == number:
+                self._places.pop(key, None)
+
+    def _write_uses(self) -> None:
+        now = time.monotonic()
+        for number in list(self._used):
+            known = self._known.get(number)
+            if known is None or now - known.noted_ts < USE_INTERVAL_S:
+                continue
+            self._used.discard(number)
+            known.noted_ts = now
+            with contextlib.suppress(OSError):
+                self.directory.note_use(known.file, time.time_ns())
+
+
+class StoreScanner:
+    """Scans a directory each second in a thread of its own."""
+
+    def __init__(self, index: StoreIndex, interval_s: float = SCAN_INTERVAL_S) -> None:
+        self._index, self._interval_s = index, interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-store-scan", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread. One that hangs in a system call is left behind."""
+        self._stopped.set()
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        was_readable = True
+        while True:
+            try:
+                self._index.scan()
+                was_readable = True
+            except OSError as e:
+                if was_readable:
+                    logger.warning("the KV store %s cannot be read: %s", self._index.directory.path, e.strerror)
+                was_readable = False
+            if self._stopped.wait(self._interval_s):
+                return

@@ -1,0 +1,296 @@
+"""A store outside engines, for `FakeExecutor`. Its blocks are kept in memory, its transfers move when a test says so.
+
+    tier = FakeTier("name")
+    transfer = KVTransferConfig(kv_connector="FakeTier", kv_connector_extra_config={"tier": "name"})
+    config = EngineConfig(kv_transfer_config=transfer)
+
+Engines of one tier share what they save; a tier outlives them. Transfers move a block per `FakeTierWorker.advance`,
+with bytes first and the comparison after, as a real one does, so that a block that is used too early, or given away too
+early, has wrong slots: the tokens show it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from quire.config.engine import EngineConfig
+from quire.config.kv_transfer import CONNECTORS, ConnectorSpec
+from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.request import Request
+from quire.testing.fake_hardware import KVMemory, ProtocolError
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SaveOrder,
+    SaveResult,
+    TransferOutcome,
+)
+from quire.worker.kv_transfer.worker import KVConnectorWorker
+
+SOURCE = "disk"
+Manner = Literal["good", "hung", "twice", "wedged"]
+"""hung: ends by a cancel only. twice: is reported twice. wedged: writes nonsense, and does not end until freed."""
+GARBAGE = 0xEE
+
+CONNECTORS["FakeTier"] = ConnectorSpec(f"{__name__}:FakeTierScheduler", f"{__name__}:FakeTierWorker")
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A record: what it says of itself, and its bytes."""
+
+    namespace: str
+    group_id: int
+    key: BlockKey
+    slots: bytes
+
+
+Place = tuple[str, int, bytes]
+"""Namespace, group, digest."""
+
+
+class FakeTier:
+    """The store. `index` is what can be found by its places, `records` what is there: faults make them differ."""
+
+    by_name: ClassVar[dict[str, FakeTier]] = {}
+
+    def __init__(self, name: str) -> None:
+        self.index: set[Place] = set()
+        self.records: dict[Place, StoredBlock] = {}
+        self.asks_again = False
+        """True: the scheduler half answers "later"."""
+        self.by_name[name] = self
+
+    def do_harm(self, rng: random.Random) -> str:
+        """Loses, swaps or damages a record, or puts another one in its place. Returns what it did."""
+        places = sorted(self.records)
+        if not places:
+            return "nothing"
+        place, other = rng.choice(places), rng.choice(places)
+        kind = rng.choice(("lost", "swapped", "foreign", "damaged", "token"))
+        record = self.records[place]
+        match kind:
+            case "lost":
+                del self.records[place]
+            case "swapped":
+                self.records[place], self.records[other] = self.records[other], record
+            case "foreign":
+                self.records[place] = replace(record, namespace=record.namespace + "?")
+            case "damaged":
+                self.records[place] = replace(record, slots=b"")
+            case _:  # a collision of hashes
+                token_ids = (record.key.token_ids[0] + 1, *record.key.token_ids[1:])
+                key = BlockKey(record.key.digest, record.key.parent, token_ids, record.key.extra_keys)
+                self.records[place] = replace(record, key=key, slots=bytes([GARBAGE]) * len(record.slots))
+        return kind
+
+
+def _tier_of(config: EngineConfig) -> FakeTier:
+    return FakeTier.by_name[config.kv_transfer_config.kv_connector_extra_config["tier"]]
+
+
+class FakeTierScheduler(KVConnectorScheduler):
+    """The scheduler half."""
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, kv_cache_config)
+        self.tier = _tier_of(config)
+        self.namespace = ""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        if self.tier.asks_again:
+            return None
+        num_tokens = find_longest_match(self.specs, request, num_computed_tokens, self._has)
+        return ExternalMatch(num_tokens, SOURCE) if num_tokens else NO_MATCH
+
+    def _has(self, group_id: int, digest: bytes) -> bool:
+        return (self.namespace, group_id, digest) in self.tier.index
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        if result.outcome in ("partial", "failed"):
+            digest = order.keys[result.num_verified].digest
+            for group_id in range(len(order.block_ids)):
+                self.tier.index.discard((self.namespace, group_id, digest))
+
+    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+        return not self._has(group_id, key.digest)
+
+    def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
+        saved = order.blocks[: result.num_saved]
+        self.tier.index.update((self.namespace, block.group_id, block.key.digest) for block in saved)
+
+    def set_weights(self, path: str) -> None:
+        self.namespace = path
+
+    def reset_cache(self) -> bool:
+        self.tier.index = {place for place in self.tier.index if place[0] != self.namespace}
+        return True
+
+
+class _Transfer:
+    """A load or a save under way, with the memory and the weights that it began with."""
+
+    def __init__(self, order: LoadOrder | SaveOrder, memory: KVMemory, namespace: str, manner: Manner) -> None:
+        self.order, self.memory, self.namespace, self.manner = order, memory, namespace, manner
+        self.id = order.load_id if isinstance(order, LoadOrder) else order.save_id
+        self.block_ids = (
+            [block_id for table in order.block_ids for block_id in table if block_id]
+            if isinstance(order, LoadOrder)
+            else [block.block_id for block in order.blocks]
+        )
+        self.num_done = 0
+        self.is_cancelled = False
+        self.failure = ""
+
+
+class FakeTierWorker(KVConnectorWorker):
+    """The worker half. Nothing moves but by `advance`, which a test calls, or by itself if `is_prompt`."""
+
+    is_prompt: ClassVar[bool] = False
+    """True: orders are carried out at once."""
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        super().__init__(config, rank)
+        self.tier = _tier_of(config)
+        self.namespace = ""
+        self.rng = random.Random(0)
+        self.manners: list[Manner] = ["good"]
+        """Manners of transfers, of which each gets one at random."""
+        self.num_at_once = 0
+        """Most moves at once when orders come, before the step that has carried them."""
+        self.active: dict[int, _Transfer] = {}
+        self._last_id = 0
+        self._lost_ids: set[int] = set()
+        """Ids that were passed over."""
+
+    def register_kv_caches(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def set_weights(self, path: str) -> None:
+        self.namespace = path
+
+    def start(self, orders: KVConnectorMetadata) -> None:
+        for transfer_id in orders.cancels:
+            if transfer_id in self.active:
+                self.active[transfer_id].is_cancelled = True
+            elif transfer_id > self._last_id or transfer_id in self._lost_ids:
+                self._lost_ids.discard(transfer_id)
+                result = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
+                self.report(KVConnectorOutput([result[0]], [result[1]]))
+        started: list[LoadOrder | SaveOrder] = [*orders.loads, *orders.saves]
+        for order in started:
+            transfer = _Transfer(order, self._memory, self.namespace, self.rng.choice(self.manners))
+            if transfer.id <= self._last_id:
+                raise ProtocolError(f"transfer {transfer.id} comes after {self._last_id}")
+            self._lost_ids.update(range(self._last_id + 1, transfer.id))
+            self.active[transfer.id], self._last_id = transfer, transfer.id
+        while self.is_prompt and self.active:
+            self.advance()
+        for _ in range(self.rng.randint(0, self.num_at_once) if self.num_at_once else 0):
+            self.advance()
+
+    def advance(self) -> bool:
+        """Moves a block of one transfer, or ends it. Returns whether there was any that could move."""
+        able = [transfer for transfer in self.active.values() if self._may_move(transfer)]
+        if not able:
+            return False
+        transfer = self.rng.choice(able)
+        if transfer.manner == "wedged":
+            self._scribble(transfer)
+        elif transfer.is_cancelled and self.rng.random() < 0.5:
+            self._end(transfer, "cancelled")
+        elif transfer.num_done == self._size(transfer):
+            self._end(transfer, "ok")
+        elif isinstance(transfer.order, LoadOrder):
+            self._load(transfer, transfer.order)
+        else:
+            self._save(transfer, transfer.order)
+        return True
+
+    def free(self) -> None:
+        """Lets wedged and hung transfers go on."""
+        for transfer in self.active.values():
+            if transfer.manner in ("hung", "wedged"):
+                transfer.manner = "good"
+
+    def _may_move(self, transfer: _Transfer) -> bool:
+        match transfer.manner:
+            case "hung":
+                return transfer.is_cancelled
+            case "wedged":
+                return isinstance(transfer.order, LoadOrder)
+            case _:
+                return True
+
+    def _size(self, transfer: _Transfer) -> int:
+        order = transfer.order
+        return len(order.keys) if isinstance(order, LoadOrder) else len(order.blocks)
+
+    def _destinations(self, order: LoadOrder, index: int) -> Iterator[tuple[int, int]]:
+        """Yields group and block."""
+        for group_id, block_ids in enumerate(order.block_ids):
+            if block_ids[index]:
+                yield group_id, block_ids[index]
+
+    def _load(self, transfer: _Transfer, order: LoadOrder) -> None:
+        key = order.keys[transfer.num_done]
+        for group_id, block_id in self._destinations(order, transfer.num_done):
+            record = self.tier.records.get((transfer.namespace, group_id, key.digest))
+            slots = bytes([GARBAGE]) * 4 if record is None else record.slots
+            transfer.memory.load_block(block_id, slots)
+            transfer.failure = transfer.failure or self.find_fault(record, (transfer.namespace, group_id), key)
+        if transfer.failure:
+            for index in range(transfer.num_done, len(order.keys)):
+                for _, block_id in self._destinations(order, index):
+                    transfer.memory.load_block(block_id, bytes([GARBAGE]) * 4)
+            self._end(transfer, "partial" if transfer.num_done else "failed")
+            return
+        transfer.num_done += 1
+        self.report(KVConnectorOutput(progress={transfer.id: transfer.num_done}))
+
+    @staticmethod
+    def find_fault(record: StoredBlock | None, place: tuple[str, int], key: BlockKey) -> str:
+        """Returns why a record is not the block `key` at a place; empty: it is."""
+        if record is None:
+            return "io"
+        if not record.slots:
+            return "mac"
+        if (record.namespace, record.group_id) != place:
+            return "key"
+        return "" if record.key == key else "tokens"
+
+    def _scribble(self, transfer: _Transfer) -> None:
+        """Writes into the blocks of a load, as a read that cannot be stopped does."""
+        assert isinstance(transfer.order, LoadOrder)
+        for index in range(transfer.num_done, len(transfer.order.keys)):
+            for _, block_id in self._destinations(transfer.order, index):
+                transfer.memory.load_block(block_id, bytes([GARBAGE]) * 4)
+
+    def _save(self, transfer: _Transfer, order: SaveOrder) -> None:
+        block = order.blocks[transfer.num_done]
+        place = transfer.namespace, block.group_id, block.key.digest
+        slots = transfer.memory.read_block(block.block_id)
+        self.tier.records[place] = StoredBlock(transfer.namespace, block.group_id, block.key, slots)
+        transfer.num_done += 1
+
+    def _end(self, transfer: _Transfer, outcome: TransferOutcome) -> None:
+        del self.active[transfer.id]
+        num_bytes = 1000 * transfer.num_done
+        if isinstance(transfer.order, LoadOrder):
+            result = LoadResult(transfer.id, transfer.num_done, outcome, num_bytes, 0.001, transfer.failure)
+            report = KVConnectorOutput(loads=[result])
+        else:
+            saved = SaveResult(transfer.id, transfer.num_done, outcome, num_bytes, 0.001)
+            report = KVConnectorOutput(saves=[saved])
+        for _ in range(2 if transfer.manner == "twice" else 1):
+            self.report(report)
+
+    def close(self) -> None:
+        self.active.clear()

@@ -1,0 +1,170 @@
+"""Transfers of KV blocks between a worker's cache and a store outside the engine.
+
+Orders go to the workers with a step (`SchedulerOutput.kv_connector_metadata`), or directly where no step may come
+(`Executor.send_transfers`). Results come back between steps, by the callback that the executor was given
+(`Executor.register_transfer_callback`), on any thread.
+
+The protocol, which a worker half must keep:
+
+* Ids of loads and saves are of one sequence, and arrive in its order: those that are passed over were lost with a step
+  that failed, and will not come. Each order that arrives is answered once, by its result.
+* A cancel asks to end early: the order's result comes as soon as the worker half no longer touches its blocks. A cancel
+  of an id that has not arrived is answered with outcome "unknown". A cancel of an answered order has no effect.
+* A load writes its blocks in order of position. `num_verified` counts the leading positions of which every block that
+  is to be loaded was read, authenticated and compared with its key.
+* Blocks of a load belong to the worker half until its result; blocks of a save may be read until its result, and their
+  content does not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+TransferOutcome = Literal["ok", "partial", "failed", "cancelled", "unknown"]
+"""ok: all blocks. partial, failed: some or none, because of an error. cancelled: some or none, because of a cancel.
+unknown: the worker has never had the order."""
+
+
+class BlockKey(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """The identity of a full block, whichever group stores it: what its keys and values follow from."""
+
+    digest: bytes
+    """`wire/block_hash.py: hash_block` of the other three."""
+    parent: bytes | None
+    """Digest of the block before it; None: it is the first."""
+    token_ids: tuple[int, ...]
+    extra_keys: tuple[tuple[Any, ...], ...] | None = None
+    """`wire/block_hash.py: ExtraKeys`. Its items are str, int or bytes."""
+
+
+class LoadOrder(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Blocks to be read from a store, for one request."""
+
+    load_id: int
+    source: str
+    """Source that the scheduler half named: a label of metrics, e.g. "disk"."""
+    start: int
+    """Index of the first block in the request."""
+    keys: list[BlockKey]
+    """The blocks from `start` on, in order of position. The identity of every one is to be compared."""
+    block_ids: list[list[int]]
+    """Destinations per group, parallel to `keys`; 0: this group does not need the block (a window has passed it)."""
+    params: dict[str, Any] | None = None
+    """Message of the scheduler half to the worker half, about this load."""
+
+
+class SavedBlock(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A computed block of one group, to be written to a store."""
+
+    group_id: int
+    block_id: int
+    key: BlockKey
+
+
+class SaveOrder(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Blocks to be written to a store. They are computed, and pinned until the result."""
+
+    save_id: int
+    blocks: list[SavedBlock]
+
+
+class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Orders for the workers. All workers get the same; each transfers its own part of a block."""
+
+    loads: list[LoadOrder] = []
+    saves: list[SaveOrder] = []
+    cancels: list[int] = []
+    """Ids of loads and saves. None of them is among those of the same message."""
+    params: dict[str, Any] | None = None
+    """Another message of the scheduler half to the worker half."""
+
+    def __bool__(self) -> bool:
+        """Returns whether there is anything to send."""
+        return bool(self.loads or self.saves or self.cancels or self.params)
+
+
+class LoadResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The end of a load: the worker half no longer touches its blocks."""
+
+    load_id: int
+    num_verified: int
+    """Leading positions of the order that may be used."""
+    outcome: TransferOutcome = "ok"
+    num_bytes: int = 0
+    """Bytes read."""
+    seconds: float = 0.0
+    """Time from its first read to its end."""
+    reason: str = ""
+    """Reason of "partial" and "failed": mac, truncated, key, tokens, format, io, or the connector's own."""
+
+
+class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The end of a save: the worker half no longer touches its blocks."""
+
+    save_id: int
+    num_saved: int
+    """Leading blocks of the order that can be found from now on."""
+    outcome: TransferOutcome = "ok"
+    num_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Report of a worker half."""
+
+    loads: list[LoadResult] = []
+    saves: list[SaveResult] = []
+    progress: dict[int, int] = {}
+    """Blocks verified so far, of loads that go on. One that goes on for longer is reported at least every second."""
+    info: dict[str, Any] | None = None
+    """Another message of the worker half to the scheduler half: an identity, counters."""
+
+
+class TransferAggregator:
+    """Joins the reports of several workers: a transfer has ended when all of them have reported it.
+
+    Of a load counts what every worker has verified, of a save what every worker has saved. Not thread-safe.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._loads: dict[int, list[LoadResult]] = {}
+        self._saves: dict[int, list[SaveResult]] = {}
+
+    def add(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """Returns what has ended with this report of one worker; the rest is passed on as it is."""
+        size = self._num_workers
+        loads = [parts for one in output.loads if (parts := _add_part(self._loads, one.load_id, one, size))]
+        saves = [more for one in output.saves if (more := _add_part(self._saves, one.save_id, one, size))]
+        return KVConnectorOutput(
+            [_join_loads(p) for p in loads], [_join_saves(p) for p in saves], output.progress, output.info
+        )
+
+
+def _add_part(pending: dict[int, list[T]], transfer_id: int, part: T, num_workers: int) -> list[T] | None:
+    """Adds the result of a worker. Returns those of all workers once the last of them is there."""
+    parts = pending.setdefault(transfer_id, [])
+    parts.append(part)
+    return pending.pop(transfer_id) if len(parts) == num_workers else None
+
+
+def _join_loads(parts: list[LoadResult]) -> LoadResult:
+    worst = max(parts, key=lambda part: _SEVERITY[part.outcome])
+    num_verified = min(part.num_verified for part in parts)
+    num_bytes, seconds = sum(part.num_bytes for part in parts), max(part.seconds for part in parts)
+    return LoadResult(worst.load_id, num_verified, worst.outcome, num_bytes, seconds, worst.reason)
+
+
+def _join_saves(parts: list[SaveResult]) -> SaveResult:
+    worst = max(parts, key=lambda part: _SEVERITY[part.outcome])
+    num_saved = min(part.num_saved for part in parts)
+    num_bytes, seconds = sum(part.num_bytes for part in parts), max(part.seconds for part in parts)
+    return SaveResult(worst.save_id, num_saved, worst.outcome, num_bytes, seconds, worst.reason)
+
+
+_SEVERITY: dict[TransferOutcome, int] = {"ok": 0, "cancelled": 1, "unknown": 2, "partial": 3, "failed": 4}

@@ -1,0 +1,261 @@
+"""Loads and saves of the store: records to blocks of the KV cache, and back.
+
+A record passes through a buffer of its thread. A tag over one piece of memory is computed without the interpreter's
+lock; over the many pieces of a block (keys and values of each layer) it is not, and two threads are no faster than one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.kv_store.access import GONE, RecordReader, StoreWriter
+from quire.kv_store.record import InvalidRecordError, RecordHeader, make_header, seal_extra_keys
+from quire.logger import init_logger
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SaveOrder,
+    SaveResult,
+    TransferOutcome,
+)
+from quire.worker.kv_cache import KVCacheMemory
+from quire.worker.kv_transfer.worker import Report
+
+logger = init_logger(__name__)
+
+PROGRESS_S = 0.25
+"""A load that goes on for longer is reported so often."""
+NO_PLACE = -1
+
+
+class BlockBytes:
+    """The bytes of all blocks, by group."""
+
+    def __init__(self, parts: list[list[npt.NDArray[np.uint8]]]) -> None:
+        """`parts`, per group: `AttentionBackend.block_views` of each layer in order."""
+        self._parts = parts
+        self.payload_bytes = [sum(part.shape[1] for part in group) for group in parts]
+        """Bytes of a block, per group."""
+
+    @staticmethod
+    def of_memory(memory: KVCacheMemory) -> BlockBytes:
+        """Returns the bytes of a KV cache."""
+        parts: list[list[npt.NDArray[np.uint8]]] = [[] for _ in memory.specs]
+        for name, group in memory.layer_groups.items():
+            parts[group] += memory.backend.block_views(memory.caches[name])
+        return BlockBytes(parts)
+
+    def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
+        """Sets the bytes of one block of a group: keys and values of each layer in order."""
+        source, start = np.frombuffer(payload, np.uint8), 0
+        for part in self._parts[group]:
+            part[block_id] = source[start : start + part.shape[1]]
+            start += part.shape[1]
+
+    def copy_out(self, group: int, block_id: int) -> memoryview:
+        """Returns a copy of the bytes of one block of a group."""
+        return np.concatenate([part[block_id] for part in self._parts[group]]).data
+
+
+class Namespace:
+    """Makes the headers of records of one fingerprint, and of one memory."""
+
+    def __init__(self, fingerprint: bytes, key: bytes, blocks: BlockBytes) -> None:
+        self.fingerprint, self.blocks = fingerprint, blocks
+        self._key = key
+
+    def header_of(self, group: int, key: BlockKey) -> RecordHeader:
+        """Returns the header that the record of a block has."""
+        extra_keys = seal_extra_keys(self._key, key.extra_keys)
+        size = self.blocks.payload_bytes[group]
+        return make_header(self.fingerprint, key.digest, key.parent, group, key.token_ids, size, extra_keys)
+
+
+@dataclass
+class _Positions:
+    """The positions of a load that are being read, and will be."""
+
+    stop: int
+    """First position that is not read: the end, or one that cannot be used."""
+    next: int = 0
+    taken: set[int] = field(default_factory=set)
+    """Positions that are being read."""
+    reason: str = ""
+    """Reason for which position `stop` cannot be used."""
+
+    @property
+    def num_verified(self) -> int:
+        """Leading positions that were read."""
+        return min(min(self.taken, default=self.next), self.stop)
+
+    def take(self) -> int | None:
+        """Returns the next position to read; None: there is none."""
+        if self.next >= self.stop:
+            return None
+        self.taken.add(self.next)
+        self.next += 1
+        return self.next - 1
+
+    def end(self, position: int, reason: str) -> None:
+        """Notes that a position was read; `reason`: for which it cannot be used."""
+        self.taken.discard(position)
+        if reason and position < self.stop:
+            self.stop, self.reason = position, reason
+
+
+class Load:
+    """A load that several threads share. Positions are taken in order; the first that fails ends it."""
+
+    def __init__(self, order: LoadOrder, namespace: Namespace | None, reader: RecordReader, report: Report) -> None:
+        self.order = order
+        self._namespace, self._reader, self._report = namespace, reader, report
+        self._lock = threading.Lock()
+        self._positions = _Positions(len(order.keys))
+        self._num_active = 0
+        self._is_cancelled = self._is_reported = False
+        self._num_bytes, self._start_ts, self._progress_ts = 0, 0.0, 0.0
+        params = order.params or {}
+        self._extents: Sequence[str] = params.get("extents", ())
+        self._places: Sequence[Sequence[int]] = params.get("places", ())
+        """Per group, of each position: the extent's index and the offset in it, or NO_PLACE."""
+
+    def run_share(self, buffer: bytearray) -> None:
+        """Reads positions until there are none left; each record by way of `buffer`."""
+        with self._lock:
+            if self._is_reported:
+                return
+            self._num_active += 1
+            if not self._start_ts:
+                self._start_ts = self._progress_ts = time.monotonic()
+        while (position := self._take()) is not None:
+            self._note_read(position, self._read(position, buffer))
+        with self._lock:
+            self._num_active -= 1
+            self._finish_if_idle()
+
+    def cancel(self) -> None:
+        """Ends the load after the positions that are being read."""
+        with self._lock:
+            self._is_cancelled = True
+            self._finish_if_idle()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return None if self._is_cancelled else self._positions.take()
+
+    def _note_read(self, position: int, reason: str) -> None:
+        """Notes that a position was read; `reason`: for which it cannot be used."""
+        now = time.monotonic()
+        with self._lock:
+            self._positions.end(position, reason)
+            if now - self._progress_ts < PROGRESS_S:
+                return
+            self._progress_ts = now
+            num_verified = self._positions.num_verified
+        self._report(KVConnectorOutput(progress={self.order.load_id: num_verified}))
+
+    def _read(self, position: int, buffer: bytearray) -> str:
+        """Reads the blocks of a position. Returns the reason for which they cannot be used, or ""."""
+        key, namespace = self.order.keys[position], self._namespace
+        if namespace is None:
+            return "key"
+        is_proven = False
+        try:
+            for group, block_ids in enumerate(self.order.block_ids):
+                if block_ids[position]:
+                    payload = self._read_record(namespace, group, position, buffer)
+                    namespace.blocks.copy_in(group, block_ids[position], payload)
+                    is_proven = True
+            if not is_proven:
+                self._prove_identity(namespace, position, buffer)
+        except InvalidRecordError as e:
+            logger.debug("block %s of load %d: %s", key.digest.hex()[:16], self.order.load_id, e)
+            return e.reason
+        except Exception:
+            logger.exception("load %d failed", self.order.load_id)
+            return "io"
+        return ""
+
+    def _prove_identity(self, namespace: Namespace, position: int, buffer: bytearray) -> None:
+        """Compares the record of a block that no group needs. Raises InvalidRecordError."""
+        for group, places in enumerate(self._places):
+            if places[position] != NO_PLACE:
+                self._read_record(namespace, group, position, buffer)
+                return
+        raise InvalidRecordError(GONE, "no record proves the block")
+
+    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: bytearray) -> memoryview:
+        """Returns the payload of a group's record. Raises InvalidRecordError."""
+        place = self._places[group][position]
+        if place == NO_PLACE:
+            raise InvalidRecordError(GONE, "the record is not in the index any more")
+        header = namespace.header_of(group, self.order.keys[position])
+        payload = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+        with self._lock:
+            self._num_bytes += header.record_bytes
+        return payload
+
+    def _finish_if_idle(self) -> None:
+        """Reports the end once no thread reads, and none will. The caller holds the lock."""
+        positions = self._positions
+        is_over = self._is_cancelled or positions.next >= positions.stop
+        if self._num_active or self._is_reported or not is_over:
+            return
+        self._is_reported = True
+        self._reader.close()
+        num_verified, reason = positions.num_verified, positions.reason
+        outcome: TransferOutcome = "ok"
+        if reason:
+            outcome = "partial" if num_verified else "failed"
+        elif num_verified < len(self.order.keys):
+            outcome = "cancelled"
+        seconds = time.monotonic() - self._start_ts if self._start_ts else 0.0
+        result = LoadResult(self.order.load_id, num_verified, outcome, self._num_bytes, seconds, reason)
+        self._report(KVConnectorOutput(loads=[result]))
+
+
+class Save:
+    """A save. Blocks are written in order."""
+
+    def __init__(self, order: SaveOrder, namespace: Namespace | None, report: Report) -> None:
+        self.order = order
+        self._namespace, self._report = namespace, report
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Ends the save after the block that is being written."""
+        self._is_cancelled = True
+
+    def run(self, writer: StoreWriter) -> None:
+        """Writes the blocks and reports the end."""
+        start_ts = time.monotonic()
+        num_saved, num_bytes, reason = 0, 0, "" if self._namespace is not None else "error"
+        for block in self.order.blocks:
+            if self._is_cancelled or self._namespace is None:
+                break
+            try:
+                header = self._namespace.header_of(block.group_id, block.key)
+                reason = writer.append(header, [self._namespace.blocks.copy_out(block.group_id, block.block_id)])
+            except Exception:
+                logger.exception("save %d failed", self.order.save_id)
+                reason = "error"
+            if reason:
+                break
+            num_saved += 1
+            num_bytes += header.record_bytes
+        outcome: TransferOutcome = "ok"
+        if reason:
+            outcome = "partial" if num_saved else "failed"
+        elif num_saved < len(self.order.blocks):
+            outcome = "cancelled"
+        seconds = time.monotonic() - start_ts
+        result = SaveResult(self.order.save_id, num_saved, outcome, num_bytes, seconds, reason)
+        self._report(KVConnectorOutput(saves=[result]))

@@ -1,0 +1,125 @@
+"""The KV store and the real engine: what is read has the bits of what is computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.index import StoreIndex
+from quire.testing.tiny_models import make_tiny_checkpoint
+
+PROMPT = {"prompt_token_ids": [3 + i * i % 200 for i in range(200)]}
+NUM_STORED = 200 // 16
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
+
+
+@contextmanager
+def engine(model: Path, directory: Path | None, **flags: Any) -> Iterator[LLM]:
+    store = {} if directory is None else {"kv_store": str(directory), "kv_store_size": 1 << 30}
+    with LLM(str(model), kv_cache_memory_bytes=8 << 20, skip_tokenizer_init=True, **store, **flags) as llm:
+        yield llm
+
+
+def answer(llm: LLM) -> tuple[list[list[tuple[int, float]]], int]:
+    """Returns the log-probabilities of an answer, and how much of its prompt was cached."""
+    (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    rows = [[(token, value.logprob) for token, value in position.items()] for position in logprobs]
+    return rows, output.num_cached_tokens or 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_engine_that_reads_has_the_bits_of_one_that_computes(kind: str, tmp_path: Path) -> None:
+    """gemma2 has two groups, of which one has a window."""
+    model, directory = make_tiny_checkpoint(tmp_path / kind, kind), tmp_path / "store"
+    with engine(model, None) as llm:
+        expected, _ = answer(llm)
+    with engine(model, directory) as llm:  # when it ends, it has written what it has computed
+        assert answer(llm) == (expected, 0)
+    with engine(model, directory, max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
+    with engine(make_tiny_checkpoint(tmp_path / "other", kind, seed=1), directory) as llm:
+        found, num_cached = answer(llm)
+        assert num_cached == 0, "other weights"
+        assert found != expected
+
+
+def test_torch_kernels_read_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "torch")
+    model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"
+    with engine(model, directory) as llm:
+        expected, _ = answer(llm)
+    with engine(model, directory) as llm:
+        found, num_cached = answer(llm)
+    assert num_cached == NUM_STORED * 16
+    assert [row[0][0] for row in found] == [row[0][0] for row in expected]
+
+
+def test_damage_costs_computing_from_there_on(tmp_path: Path) -> None:
+    model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"
+    with engine(model, directory) as llm:
+        expected, _ = answer(llm)
+    (extent,) = directory.glob("*.kvx")
+    with extent.open("r+b") as file:
+        file.seek(extent.stat().st_size // 2)
+        file.write(os.urandom(32))
+    with engine(model, directory) as llm:
+        found, num_cached = answer(llm)
+        assert found == expected
+        assert 0 < num_cached < NUM_STORED * 16
+    with engine(model, directory) as llm:  # the damaged block was written again
+        found, num_cached = answer(llm)
+        assert (found, num_cached) == (expected, NUM_STORED * 16)
+
+
+def test_new_weights_have_a_store_of_their_own(tmp_path: Path) -> None:
+    first, second = (make_tiny_checkpoint(tmp_path / str(seed), "llama", seed=seed) for seed in (0, 1))
+    directory = tmp_path / "store"
+    with engine(second, None) as llm:
+        expected, _ = answer(llm)
+    with engine(first, directory) as llm:
+        answer(llm)
+        llm.update_weights(second)
+        assert answer(llm) == (expected, 0)
+        llm.reset_prefix_cache()
+        llm.update_weights(first)
+    with engine(second, directory) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
+
+
+def count_blocks(directory: Path) -> int:
+    """Returns the number of records, of whatever namespace there is."""
+    store = StoreDirectory.open(directory, 1 << 30)
+    total = 0
+    for extent in store.list_extents():
+        table = store.load_table(extent)
+        assert table is not None
+        index = StoreIndex(store, table.fingerprint)
+        index.scan()
+        total += index.num_blocks
+    store.close()
+    return total
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"
+    sizes = []
+    for _ in range(2):
+        with engine(model, directory) as llm:
+            answer(llm)
+        sizes.append(count_blocks(directory))
+    assert sizes[0] >= NUM_STORED
+    assert sizes[0] == sizes[1]

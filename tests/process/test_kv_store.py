@@ -1,0 +1,75 @@
+"""A restart is warm: a core that was killed, and an engine that was started again, read what was computed before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from quire import EngineArgs, RequestOutputKind, SamplingParams
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import follow, open_extent
+
+from .harness import Engine, running
+
+PROMPT_LEN = 400
+NUM_READ = (PROMPT_LEN - 1) // 16 * 16
+"""Tokens of the prompt that are read: the last one is computed, and blocks have 16."""
+LONG = 400
+
+
+def engine_args(directory: Path) -> EngineArgs:
+    return EngineArgs("demo", kv_store=str(directory), kv_store_size=1 << 30, kv_cache_memory_bytes=32 << 20)
+
+
+async def answer(
+    engine: Engine, name: str, max_tokens: int = 8, seen: asyncio.Event | None = None
+) -> tuple[list[int], int]:
+    """Returns the tokens of an answer, and how much of its prompt was cached. Sets `seen` when half of it is there."""
+    prompt = {"prompt_token_ids": [300 + i * i % 1000 for i in range(PROMPT_LEN)]}
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
+    )
+    async for output in engine.llm.generate(prompt, params, name):
+        last = output
+        if seen is not None and len(last.outputs[0].token_ids) >= max_tokens // 2:
+            seen.set()
+    return list(last.outputs[0].token_ids), last.num_cached_tokens or 0
+
+
+async def until_stored(directory: Path, num_blocks: int) -> None:
+    """Waits until there are so many records."""
+    store = StoreDirectory.open(directory, 1 << 30)
+    while True:
+        total = 0
+        for extent in store.list_extents():
+            descriptor = open_extent(store.descriptor, extent.name)
+            total += sum(1 for _ in follow(descriptor, 0, bytes.fromhex(extent.namespace)))
+            os.close(descriptor)
+        if total >= num_blocks:
+            break
+        await asyncio.sleep(0.005)
+    store.close()
+
+
+def test_a_killed_core_and_another_engine_read_what_was_computed(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+
+    async def run() -> None:
+        async with running(engine_args(directory)) as engine:
+            tokens, num_cached = await answer(engine, "cold")
+            assert num_cached == 0
+            await until_stored(directory, PROMPT_LEN // 16)
+            engine.signal_core()
+            assert await answer(engine, "warm") == (tokens, NUM_READ)
+            half = asyncio.Event()
+            task = asyncio.create_task(answer(engine, "long", LONG, half))
+            await half.wait()
+            engine.signal_core()  # in the middle of a request, whose output so far is read with its prompt
+            interrupted, _ = await task
+            assert interrupted[:8] == tokens
+            await until_stored(directory, (PROMPT_LEN + LONG - 1) // 16)
+        async with running(engine_args(directory)) as engine:
+            assert await answer(engine, "another engine", LONG) == (interrupted, NUM_READ)
+
+    asyncio.run(run())

@@ -1,0 +1,88 @@
+"""Engines as actors of a Ray cluster on this machine: one is killed, and a node of the cluster, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.frontend.client.link import LinkState
+
+from .harness import check_free, fake_args, running
+from .test_engine_set import dp_client, wait_for
+from .test_nodes import free_ports, is_running, read_while
+
+ray: Any = pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one processor."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    ray.init(address=made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def ray_args(size: int = 2) -> Any:
+    return fake_args(data_parallel_size=size, data_parallel_backend="ray", data_parallel_rpc_port=free_ports())
+
+
+def test_a_killed_actor_loses_no_stream(cluster: Any) -> None:
+    async def run() -> None:
+        async with running(ray_args()) as engine:
+            client = dp_client(engine)
+            await wait_for(lambda: client.num_engines_up == 2)
+            link = client.engines.links[1]
+
+            async def work() -> None:
+                manager: Any = client.resources.actors
+                await wait_for(lambda: link.num_live_requests > 1)
+                core = client.list_engines()[1].pid
+                assert core is not None
+                ray.kill(manager._engines[1].actor)
+                await wait_for(lambda: link.state is LinkState.DOWN and not link.num_live_requests)
+                await wait_for(lambda: not is_running(core))
+                await wait_for(lambda: link.state is LinkState.UP)
+                core = client.list_engines()[1].pid
+                assert core is not None
+                await wait_for(lambda: link.num_live_requests > 1)
+                os.kill(core, signal.SIGKILL)
+                await wait_for(lambda: client.restarts == {"killed": 1})
+                await wait_for(lambda: link.state is LinkState.UP)
+
+            await read_while(engine, work())
+            await check_free(engine)
+            assert min(client.counts["moves.1.lost"], client.counts["moves.1.killed"]) > 0
+
+    asyncio.run(run())
+
+
+def test_a_cluster_without_room_is_named(cluster: Any) -> None:
+    async def run() -> None:
+        with pytest.raises(ConfigError, match="1 of 3 engines find no room in the Ray cluster: each takes 1 CPUs"):
+            async with running(ray_args(3)):
+                pass
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_error(cluster: Any) -> None:
+    async def run() -> None:
+        args = ray_args()
+        args = type(args)(**{**args.non_default, "distributed_executor_backend": "tests.process.executors:Unloadable"})
+        with pytest.raises(Exception, match=r"has no tensor 'lm_head.weight'"):
+            async with running(args):
+                pass
+
+    asyncio.run(run())

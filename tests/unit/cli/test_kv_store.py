@@ -1,0 +1,72 @@
+"""`quire kv-store`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.record import make_header
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A store with a sealed extent of two records and an open one of one."""
+    store = StoreDirectory.open(tmp_path / "store", 1 << 30)
+    for num_records in (2, 1):
+        writer = store.create_extent(b"\xab" * 32)
+        for number in range(num_records):
+            header = make_header(b"\xab" * 32, bytes([number] * 32), None, 0, [1, 2], 1000)
+            writer.append(header, [memoryview(bytes(1000))])
+        if num_records == 2:
+            writer.seal()
+    return tmp_path / "store"
+
+
+def test_list(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-store", "list", str(directory)]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first == f"{directory}: 2 extents, 3 blocks, 0.0 MiB"
+    assert sorted(row.split()[-1] for row in rows) == ["open", "sealed"]
+    assert all(row.split()[0].startswith("abababababababab-") for row in rows)
+
+
+def test_verify_finds_damage(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-store", "verify", str(directory), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    sealed = next(row for row in figures["extents"] if row["state"] == "sealed")
+    with (directory / sealed["name"]).open("r+b") as file:
+        file.seek(1000)
+        file.write(b"x")
+    assert main(["kv-store", "list", str(directory)]) == 0
+    assert main(["kv-store", "verify", str(directory)]) == 1
+    assert "1 damaged" in capsys.readouterr().out
+
+
+def test_clear_deletes_the_records_and_keeps_the_key(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = (directory / "key").read_bytes()
+    (directory / "mine.txt").write_text("mine")
+    assert main(["kv-store", "clear", str(directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["freed_bytes"] > 3000
+    assert {path.name for path in directory.iterdir()} == {"key", "lock", "mine.txt"}
+    assert (directory / "key").read_bytes() == key
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "takes one of list, verify, clear and a directory"),
+        (["list"], "takes one of"),
+        (["drop", "DIR"], "takes one of"),
+        (["list", "DIR"], "cannot be made or opened: No such file"),
+    ],
+)
+def test_what_is_no_store_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["kv-store", *(str(tmp_path / word) if word == "DIR" else word for word in words)]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,119 @@
+"""--kv-store and --kv-transfer-config: what they ask for, and what is refused with what to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.config.kv_transfer import DEFAULT_STORE_BYTES, ELSEWHERE, STORE, KVTransferConfig
+from quire.config.server import decode_config, encode_config
+from quire.errors import ConfigError
+
+
+def settle(**values: Any) -> KVTransferConfig:
+    return KVTransferConfig(transfer={"kv_role": "kv_both", **values}).settle()
+
+
+def test_nothing_is_stored_unless_asked_for() -> None:
+    assert KVTransferConfig().settle().connector is None
+    assert KVTransferConfig(transfer={}).settle().connector is None
+
+
+def test_the_short_flags(tmp_path: Path) -> None:
+    args = EngineArgs("demo", kv_store=str(tmp_path), kv_store_size="1G", kv_store_skip_salted=True)
+    config = args.create_engine_config().kv_transfer_config
+    assert config.kv_connector == STORE
+    assert config.kv_role == "kv_both"
+    assert config.kv_connector_extra_config == {"path": str(tmp_path), "max_bytes": 1 << 30, "skip_salted": True}
+
+
+def test_the_configuration_crosses_to_the_core(tmp_path: Path) -> None:
+    args = EngineArgs("demo", kv_transfer_config={"kv_connector": STORE, "kv_role": "kv_both"} | extra(path="x"))
+    config = args.create_engine_config()
+    assert decode_config(encode_config(config)).kv_transfer_config == config.kv_transfer_config
+
+
+def extra(**values: Any) -> dict[str, Any]:
+    return {"kv_connector_extra_config": values}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        (STORE, {"path": "/data"}),
+        ("ExampleConnector", {"shared_storage_path": "/data"}),
+        ("SharedStorageConnector", {"shared_storage_path": "/data"}),
+        ("OffloadingConnector", {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs", "root_dir": "/data"}]}),
+    ],
+)
+def test_connectors_of_vllm_that_keep_files_become_the_store(name: str, values: dict[str, Any]) -> None:
+    config = settle(kv_connector=name, **extra(**values))
+    assert config.kv_connector == STORE
+    assert config.kv_connector_extra_config == {"path": "/data", "max_bytes": DEFAULT_STORE_BYTES}
+
+
+def test_keys_of_the_store() -> None:
+    config = settle(
+        kv_connector=STORE,
+        engine_id="a",
+        kv_port=14579,
+        kv_load_failure_policy="recompute",
+        **extra(path="/data", max_bytes=1 << 30, io_threads=3, kv_recompute_threshold=64, load_bias=2.0),
+    )
+    assert (config.min_load_tokens, config.load_bias, config.max_pinned_share) == (64, 2.0, 0.05)
+    assert config.kv_connector_extra_config == {"path": "/data", "max_bytes": 1 << 30, "io_threads": 3}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_connectors_are_refused_with_what_to_use(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_connector {name} is not there: .*(use|raise|leave|share|name)"):
+        settle(kv_connector=name)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "names no kv_connector; StoreConnector keeps blocks in a directory"),
+        ({"kv_connector": STORE, "kv_role": None} | extra(path="x"), "kv_role None is not one of kv_producer"),
+        ({"kv_connector": STORE, "kv_role": "both"} | extra(path="x"), "kv_role 'both' is not one of"),
+        ({"kv_conector": STORE}, "unknown key 'kv_conector'; did you mean kv_connector"),
+        ({"kv_connector": "StoreConector"} | extra(path="x"), "is not known; did you mean StoreConnector"),
+        ({"kv_connector": STORE}, "needs a directory, kv_connector_extra_config's path"),
+        ({"kv_connector": STORE} | extra(path=""), "needs a directory"),
+        ({"kv_connector": STORE} | extra(path=3), "path must be a string"),
+        ({"kv_connector": STORE} | extra(path="x", max_byte=3), "unknown key 'max_byte'; did you mean max_bytes"),
+        ({"kv_connector": STORE} | extra(path="x", max_bytes=3), "max_bytes must be in"),
+        ({"kv_connector": STORE, "kv_port": 70000} | extra(path="x"), "kv_port must be in"),
+        ({"kv_connector": STORE, "kv_load_failure_policy": "fail"} | extra(path="x"), "are always computed"),
+        ({"kv_connector": STORE, "enable_permute_local_kv": True} | extra(path="x"), "blocks have one layout"),
+        ({"kv_connector": "Mine", "kv_connector_module_path": "a.b"}, "connectors of your own are not loaded"),
+        ({"kv_connector": "ExampleConnector"}, "needs a directory, kv_connector_extra_config's shared_storage_path"),
+        ({"kv_connector": "OffloadingConnector"} | extra(cpu_bytes_to_use=1), "raise --kv-cache-memory-bytes"),
+        ({"kv_connector": "OffloadingConnector"} | extra(secondary_tiers=[3]), "one secondary tier of type fs"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settle(**values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_transfer_config": {"kv_connector": STORE}}, "both name a connector; leave one out"),
+        ({"kv_store": ""}, "--kv-store is empty"),
+        ({"kv_store_size": 5}, "--kv-store-size 5 is below the minimum"),
+        ({"enable_prefix_caching": False}, "--kv-store with --no-enable-prefix-caching: .* enable prefix caching"),
+        (
+            {"tensor_parallel_size": 2},
+            "-size x --pipeline-parallel-size 2: blocks of several workers",
+        ),
+        ({"device": "cuda"}, "only blocks in main memory can be stored yet"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs("demo", **{"kv_store": str(tmp_path), **flags}).create_engine_config()

@@ -1,0 +1,232 @@
+"""The scheduler half of the store: what it finds, what it wants, and what it forgets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.engine.kv_cache.connector import ExternalMatch
+from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler, WriteBudget
+from quire.engine.request import Request
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import ExtentWriter
+from quire.kv_store.record import make_header
+from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
+from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+
+from .model import ModelRequest
+
+BLOCK_SIZE = 4
+PAYLOAD_BYTES = 64
+FINGERPRINT = hashlib.sha256(b"weights").digest()
+FULL = FullAttentionSpec(BLOCK_SIZE, 1, 8)
+WINDOW = SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=6)
+
+
+class Store:
+    """The scheduler half, and a writer that stands for the worker half."""
+
+    def __init__(self, directory: Path, specs: list[AnyKVCacheSpec], **extra: Any) -> None:
+        config = EngineArgs(
+            "demo",
+            kv_transfer_config={
+                "kv_connector": "StoreConnector",
+                "kv_role": extra.pop("kv_role", "kv_both"),
+                "kv_connector_extra_config": {"path": str(directory), "max_bytes": 1 << 30, **extra},
+            },
+        ).create_engine_config()
+        groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)]
+        self.half = StoreScheduler(config, KVCacheConfig(10, [], groups))
+        self.directory = StoreDirectory.open(directory, 1 << 30)
+        self.writer: ExtentWriter | None = None
+        self.num_groups = len(specs)
+
+    def identify(self, generation: int = 0, fingerprint: bytes = FINGERPRINT) -> None:
+        info = {
+            "fingerprint": fingerprint,
+            "generation": generation,
+            "payload_bytes": [PAYLOAD_BYTES] * self.num_groups,
+        }
+        self.half.update_connector_output(KVConnectorOutput(info=info))
+
+    def write(self, request: ModelRequest, blocks: list[int], group: int = 0) -> None:
+        self.writer = self.writer or self.directory.create_extent(FINGERPRINT)
+        for index in blocks:
+            digest = request.block_hashes[index]
+            header = make_header(FINGERPRINT, digest, None, group, [1], PAYLOAD_BYTES)
+            self.writer.append(header, [memoryview(bytes(PAYLOAD_BYTES))])
+        if self.half._index is not None:
+            self.half._index.scan()
+
+    def match(self, request: ModelRequest, num_computed_tokens: int = 0) -> ExternalMatch | None:
+        return self.half.get_num_new_matched_tokens(cast(Request, request), num_computed_tokens)
+
+    def num_matched(self, request: ModelRequest, num_computed_tokens: int = 0) -> int:
+        match = self.match(request, num_computed_tokens)
+        assert match is not None
+        return match.num_tokens
+
+    def wants(self, request: ModelRequest, index: int) -> bool:
+        return self.half.wants_block(0, key_of(request, index))
+
+
+def key_of(request: ModelRequest, index: int) -> BlockKey:
+    return BlockKey(request.block_hashes[index], None, (1,))
+
+
+def request_of(num_tokens: int, **fields: Any) -> ModelRequest:
+    return ModelRequest("r", list(range(num_tokens)), **fields)
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Any]:
+    made: list[Store] = []
+
+    def make(specs: list[AnyKVCacheSpec] | None = None, **extra: Any) -> Store:
+        made.append(Store(tmp_path / "store", specs or [FULL], **extra))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.half.shutdown()
+        store.half.shutdown()
+        store.directory.close()
+
+
+def test_what_the_directory_has_is_matched_up_to_the_first_gap(stores: Any) -> None:
+    store, request = stores(), request_of(33)
+    store.write(request, [0, 1, 2, 4])
+    assert store.match(request) == ExternalMatch(0), "the namespace is not known"
+    store.identify()
+    assert store.match(request) == ExternalMatch(12, "disk")
+    assert store.num_matched(request, 8) == 4
+    assert store.num_matched(request, 12) == 0
+    store.write(request, [3, 5, 6, 7])
+    assert store.num_matched(request) == 32
+    assert store.num_matched(request_of(32)) == 28, "the last token is computed"
+    assert store.num_matched(request_of(33, lora_request=LoRARequest("a", 1, "/a"))) == 0
+
+
+def test_a_window_needs_only_what_it_reads_but_a_proof_of_all(stores: Any) -> None:
+    both, request = stores([FULL, WINDOW]), request_of(33)
+    both.identify()
+    both.write(request, list(range(8)), group=0)
+    assert both.num_matched(request) == 0
+    both.write(request, [6, 7], group=1)
+    assert both.num_matched(request) == 32
+    alone = stores([WINDOW])
+    alone.identify()
+    other = ModelRequest("r", list(range(100, 133)))
+    alone.write(other, [6, 7])
+    assert alone.num_matched(other) == 0, "nothing proves the tokens before"
+    alone.write(other, list(range(6)))
+    assert alone.num_matched(other) == 32
+
+
+def test_an_order_says_where_the_records_are(stores: Any) -> None:
+    store, request = stores(), request_of(17)
+    store.identify()
+    store.write(request, [0, 1, 3])
+    order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(4)], [[1, 2, 3, 4]])
+    store.half.update_state_after_alloc(cast(Request, request), order)
+    assert order.params is not None
+    assert order.params["extents"] == [store.writer.name]
+    (places,) = order.params["places"]
+    assert [place == NO_PLACE for place in places] == [False, False, True, False]
+    assert places[0] == 0
+    assert places[0] < places[1] < places[3]
+
+
+@pytest.mark.parametrize(("reason", "num_left"), [("mac", 4), ("gone", 4), ("", 12)])
+def test_a_record_that_cannot_be_used_is_forgotten_and_written_again(stores: Any, reason: str, num_left: int) -> None:
+    store, request = stores(), request_of(13)
+    store.identify()
+    store.write(request, [0, 1, 2])
+    order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(3)], [[1, 2, 3]])
+    store.half.on_load_finished(order, LoadResult(1, 1, "partial", reason=reason))
+    assert store.num_matched(request) == num_left
+    assert store.wants(request, 1) == bool(reason)
+
+
+def test_a_block_is_wanted_once(stores: Any) -> None:
+    store, request = stores(), request_of(17)
+    assert not store.wants(request, 0)
+    assert not store.half.wants_saves(cast(Request, request))
+    store.identify()
+    assert store.half.wants_saves(cast(Request, request))
+    store.write(request, [0])
+    assert [store.wants(request, i) for i in (0, 1, 1, 2)] == [False, True, False, True]
+    order = SaveOrder(1, [SavedBlock(0, 1, key_of(request, 1)), SavedBlock(0, 2, key_of(request, 2))])
+    store.half.on_save_finished(order, SaveResult(1, 1, "cancelled"))
+    assert [store.wants(request, i) for i in (1, 2)] == [False, True]
+
+
+def test_nothing_is_wanted_while_the_writer_rests(stores: Any) -> None:
+    store, request = stores(), request_of(17)
+    store.identify()
+    order = SaveOrder(1, [SavedBlock(0, 1, key_of(request, 1))])
+    store.half.on_save_finished(order, SaveResult(1, 0, "failed", reason="full"))
+    assert not store.wants(request, 1)
+
+
+def test_what_is_kept_off(stores: Any) -> None:
+    store = stores(skip_salted=True)
+    store.identify()
+    assert store.half.wants_saves(cast(Request, request_of(17)))
+    assert not store.half.wants_saves(cast(Request, request_of(17, cache_salt="s")))
+    kept_off = request_of(17, sampling_params=SamplingParams(extra_args={"kv_store": False}))
+    assert not store.half.wants_saves(cast(Request, kept_off))
+    assert not store.half.wants_saves(cast(Request, request_of(17, lora_request=LoRARequest("a", 1, "/a"))))
+
+
+def test_roles(stores: Any) -> None:
+    request = request_of(17)
+    producer, consumer = stores(kv_role="kv_producer"), stores(kv_role="kv_consumer")
+    producer.write(request, [0, 1])
+    for store in (producer, consumer):
+        store.identify()
+    assert (producer.num_matched(request), consumer.num_matched(request)) == (0, 8)
+    assert producer.half.wants_saves(cast(Request, request))
+    assert not consumer.half.wants_saves(cast(Request, request))
+
+
+def test_a_rate_has_a_burst_of_a_second() -> None:
+    now = [0.0]
+    budget = WriteBudget(100, lambda: now[0])
+    assert [budget.take(60) for _ in range(3)] == [True, True, False]
+    now[0] = 0.1
+    assert not budget.take(60)
+    now[0] = 0.3
+    assert budget.take(60)
+    now[0] = 100.0
+    assert [budget.take(60) for _ in range(3)] == [True, True, False]
+
+
+def test_new_weights_are_another_namespace(stores: Any) -> None:
+    store, request = stores(), request_of(17)
+    store.write(request, [0, 1])
+    store.identify()
+    assert store.num_matched(request) == 8
+    store.half.set_weights("/new")
+    assert store.num_matched(request) == 0
+    store.identify(generation=0)  # of the old weights, late
+    assert store.num_matched(request) == 0
+    store.identify(generation=1, fingerprint=bytes(32))
+    assert store.num_matched(request) == 0
+
+
+def test_a_reset_drops_what_is_stored(stores: Any) -> None:
+    store, request = stores(), request_of(17)
+    store.write(request, [0, 1])
+    store.identify()
+    assert store.half.reset_cache()
+    assert store.num_matched(request) == 0
+    assert store.half.build_connector_meta() == {"reset": True}
+    assert store.half.build_connector_meta() is None

@@ -1,0 +1,518 @@
+"""Loads and saves of requests, one situation each. tests/simulation meets them at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from quire.config.hf_config import HFConfig
+from quire.config.kv_transfer import KVTransferConfig
+from quire.config.model import ModelConfig
+from quire.config.observability import ObservabilityConfig
+from quire.engine.core import EngineCore
+from quire.engine.request import RequestStatus
+from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
+from quire.errors import ConfigError
+from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
+from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_model import expected_output
+from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
+from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.stats import KVTransferStats, PrefillStats
+
+SIZE = 4
+PROMPT = [(7 * i) % 50 for i in range(30)]
+
+
+class Clock:
+    """Seconds of the exchange."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A core with a store, whose transfers a test moves. Outputs are compared with the model's."""
+
+    def __init__(self, tier: FakeTier, *, num_blocks: int = 40, max_num_seqs: int = 4, **transfer: Any) -> None:
+        options = {"min_load_tokens": 1, "load_bias": 1e9, "max_pinned_share": 1.0} | transfer
+        config = KVTransferConfig(kv_connector="FakeTier", kv_connector_extra_config={"tier": "test"}, **options)
+        self.core = EngineCore(make_config(config, num_blocks, max_num_seqs), FakeExecutor, True)
+        executor: Any = self.core.executor
+        scheduler: Any = self.core.scheduler
+        self.executor, self.scheduler, self.tier = executor, scheduler, tier
+        exchange, worker = scheduler.exchange, executor.transfers
+        assert isinstance(exchange, KVExchange)
+        assert isinstance(worker, FakeTierWorker)
+        self.exchange, self.worker, self.clock = exchange, worker, Clock()
+        exchange.clock = self.clock
+        exchange.link.set_alarm = lambda seconds: None  # type: ignore[method-assign]
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.prefills: dict[str, PrefillStats] = {}
+        self.transfers = KVTransferStats()
+
+    def add(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 3, **fields: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, skip_reading_prefix_cache=fields.pop("skips", None))
+        request = EngineCoreRequest(request_id, prompt, params, None, 0.0, **fields)
+        self.requests[request_id], self.tokens[request_id] = request, list(request.output_token_ids)
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            outputs, _ = self.core.step_fn()
+            for batch in (outputs or {}).values():
+                for output in batch.outputs:
+                    self.tokens[output.request_id] += output.new_token_ids
+                    if output.prefill_stats is not None:
+                        self.prefills[output.request_id] = output.prefill_stats
+                if batch.scheduler_stats is not None and batch.scheduler_stats.kv_transfer is not None:
+                    self.add_stats(batch.scheduler_stats.kv_transfer)
+        self.scheduler.kv_cache_manager.check_integrity()
+
+    def add_stats(self, new: KVTransferStats) -> None:
+        total = self.transfers
+        for outcome, number in new.num_loads.items():
+            total.num_loads[outcome] = total.num_loads.get(outcome, 0) + number
+        for reason, number in new.num_dropped_blocks.items():
+            total.num_dropped_blocks[reason] = total.num_dropped_blocks.get(reason, 0) + number
+        total.num_loads_begun += new.num_loads_begun
+        total.prefix_cache_stats.queries += new.prefix_cache_stats.queries
+        total.prefix_cache_stats.hits += new.prefix_cache_stats.hits
+
+    def move(self, count: int = 1000) -> None:
+        """Moves a block of a transfer, so many times, or until all have ended."""
+        for _ in range(count):
+            if not self.worker.advance():
+                return
+
+    def finish(self, limit: int = 200) -> None:
+        """Runs everything to its end, and compares the answers."""
+        for _ in range(limit):
+            if self.core.is_blocked() or not self.core.has_work():
+                if not self.worker.active:
+                    break
+                self.move()
+            self.step()
+        assert not self.scheduler.requests
+        for request_id, request in self.requests.items():
+            assert request.prompt_token_ids is not None
+            assert request.sampling_params is not None
+            right = expected_output(self.executor.model, request.prompt_token_ids, request.sampling_params, 64)
+            assert self.tokens[request_id] == right.token_ids
+
+    def held(self) -> dict[str, int]:
+        return dict(self.scheduler.kv_cache_manager.held.count())
+
+    def status(self, request_id: str) -> RequestStatus:
+        status: RequestStatus = self.scheduler.requests[request_id].status
+        return status
+
+
+def make_config(transfer: KVTransferConfig, num_blocks: int = 40, max_num_seqs: int = 4) -> EngineConfig:
+    hf_config = HFConfig({"max_position_embeddings": 64}, Path())
+    return EngineConfig(
+        model_config=ModelConfig(max_model_len=-1, hf_config=hf_config),
+        cache_config=CacheConfig(block_size=SIZE, num_gpu_blocks_override=num_blocks),
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
+        kv_transfer_config=transfer,
+    )
+
+
+@pytest.fixture
+def tier() -> Iterator[FakeTier]:
+    yield FakeTier("test")
+    del FakeTier.by_name["test"]
+
+
+@pytest.fixture
+def filled(tier: FakeTier) -> FakeTier:
+    """A store that has the blocks of PROMPT and its answer."""
+    engine = Engine(tier)
+    engine.add("first", max_tokens=10)
+    engine.finish()
+    engine.core.shutdown()
+    assert len(tier.records) == 9
+    return tier
+
+
+def begin(tier: FakeTier, *manners: Manner, **options: Any) -> Engine:
+    """An engine that has just ordered the load of request "a"."""
+    engine = Engine(tier, **options)
+    engine.worker.manners = list(manners) or ["good"]
+    engine.add("a")
+    engine.step()
+    assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.held() == {"loading": 7}
+    return engine
+
+
+# -- loads -----------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_loaded_and_counted_when_it_was(filled: FakeTier) -> None:
+    engine = begin(filled)
+    assert not engine.transfers.prefix_cache_stats.queries, "it was not admitted yet"
+    engine.finish()
+    assert engine.prefills["a"] == PrefillStats(30, 2, 0, 28, {"disk": 28})
+    assert engine.transfers.num_loads == {"ok": 1}
+    assert (engine.transfers.prefix_cache_stats.queries, engine.transfers.prefix_cache_stats.hits) == (30, 28)
+    assert engine.executor.num_computed_tokens == 2 + 2
+    assert engine.held() == {}
+
+
+def test_while_only_loads_are_pending_the_loop_sleeps_until_one_ends(filled: FakeTier) -> None:
+    engine = begin(filled)
+    assert engine.core.is_blocked()
+    engine.move(7)  # the blocks; the end is another move
+    engine.step()  # progress is news, and nothing to compute
+    assert engine.core.is_blocked()
+    engine.move(1)
+    assert not engine.core.is_blocked()
+    engine.finish()
+
+
+def test_loads_are_outside_of_the_limit_of_running_requests(filled: FakeTier) -> None:
+    engine = begin(filled, max_num_seqs=1)
+    engine.add("b", [9] * 10)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["b"]
+    engine.finish()
+
+
+def test_a_request_that_needs_a_block_that_is_being_loaded_waits_for_it(filled: FakeTier) -> None:
+    engine = begin(filled)
+    engine.add("b", [*PROMPT[:17], 1, 2, 3])
+    engine.step()
+    assert engine.status("b") is RequestStatus.WAITING
+    assert engine.transfers.num_loads_begun == 1
+    engine.move()
+    engine.finish()
+    assert engine.transfers.num_loads_begun == 1
+    assert engine.prefills["b"] == PrefillStats(20, 4, 16, 0), "it has hit what was loaded for another: locally"
+
+
+def test_an_abort_frees_the_one_that_waits_for_its_load(filled: FakeTier) -> None:
+    engine = begin(filled)
+    engine.add("b")
+    engine.step()
+    engine.core.abort_requests(["a"])
+    del engine.requests["a"]
+    assert engine.held() == {"zombie": 7}
+    engine.step()  # sends the cancel; b loads by itself
+    assert engine.status("b") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.transfers.num_loads == {"cancelled": 1}
+    engine.finish()
+    assert engine.prefills["b"].num_external_cached_tokens == 28
+
+
+def test_a_load_continues_after_local_hits(filled: FakeTier) -> None:
+    engine = Engine(filled)
+    engine.add("short", PROMPT[:9], skips=True)  # computes two blocks
+    engine.finish()
+    engine.add("a")
+    engine.finish()
+    assert engine.prefills["a"] == PrefillStats(30, 2, 8, 20, {"disk": 20})
+
+
+def test_after_a_restart_prompt_and_outputs_are_loaded(filled: FakeTier) -> None:
+    """The journal sends a request again with its outputs: an ordinary admission."""
+    engine = Engine(filled)
+    params = SamplingParams(max_tokens=10)
+    received = expected_output(engine.executor.model, PROMPT, params, 64).token_ids[:7]
+    engine.add("a", max_tokens=10, output_token_ids=received)
+    engine.finish()
+    assert engine.transfers.prefix_cache_stats.hits == 36, "nine blocks of 30 + 7 tokens"
+
+
+def test_a_preempted_request_loads_again(filled: FakeTier) -> None:
+    engine = Engine(filled)
+    engine.add("a", max_tokens=12)
+    engine.step(), engine.move(), engine.step(2)
+    assert engine.status("a") is RequestStatus.RUNNING
+    assert engine.core.lifecycle.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.move()
+    engine.step(0)
+    engine.finish()
+    assert engine.transfers.num_loads == {"ok": 2}
+    assert engine.transfers.prefix_cache_stats.hits == 28, "re-admissions are counted apart"
+
+
+@pytest.mark.parametrize("kind", ["lost", "damaged"])
+def test_what_is_before_a_bad_record_is_used(filled: FakeTier, kind: str) -> None:
+    place = next(p for p, record in filled.records.items() if record.key.token_ids == tuple(PROMPT[12:16]))
+    if kind == "lost":
+        del filled.records[place]
+    else:
+        filled.records[place] = replace(filled.records[place], slots=b"")
+    engine = begin(filled)
+    engine.finish()
+    assert engine.prefills["a"] == PrefillStats(30, 18, 0, 12, {"disk": 12})
+    assert engine.transfers.num_loads == {"partial": 1}
+    assert place in filled.records, "it was computed, and saved again"
+
+
+def test_a_late_load_is_cancelled_and_its_verified_part_used(filled: FakeTier) -> None:
+    engine = begin(filled)
+    engine.move(2)
+    engine.step()
+    assert engine.core.is_blocked()
+    engine.clock.now += 1.9
+    engine.step()
+    engine.clock.now += 1.9  # no progress for 2 s, and not measured before: that is late
+    assert not engine.core.is_blocked()
+    engine.step()
+    assert engine.worker.active[1].is_cancelled
+    engine.move()
+    engine.finish()
+    assert engine.transfers.num_loads == {"cancelled": 1}
+    assert engine.prefills["a"].num_external_cached_tokens in (8, 12, 28)
+
+
+def test_a_hung_source_costs_a_bound_and_then_rests(filled: FakeTier) -> None:
+    engine = begin(filled, "wedged")
+    engine.clock.now += 2.0
+    engine.step()  # the cancel
+    engine.clock.now += 0.05
+    engine.step()
+    assert engine.status("a") is RequestStatus.RUNNING, "it computes now"
+    assert engine.held()["zombie"] == 7
+    engine.add("b", [*PROMPT[:-1], 1])
+    engine.step()
+    assert engine.transfers.num_loads_begun == 1, "nothing is loaded from a source that rests"
+    engine.clock.now += 5.0
+    engine.step()
+    assert engine.held()["quarantined"] == 7
+    engine.worker.manners = ["good"]
+    engine.worker.free()
+    engine.move()
+    engine.finish()
+    assert engine.held() == {}
+    assert engine.transfers.num_loads == {"failed": 1}
+
+
+def test_a_second_end_of_a_load_is_ignored(filled: FakeTier) -> None:
+    engine = begin(filled, "twice")
+    engine.finish()
+    assert engine.transfers.num_loads == {"ok": 1}
+
+
+def test_later_is_asked_again_in_each_step(filled: FakeTier) -> None:
+    engine = Engine(filled)
+    filled.asks_again = True
+    engine.add("a")
+    engine.step(3)
+    assert engine.status("a") is RequestStatus.WAITING
+    assert not engine.core.is_blocked(), "nothing would wake it"
+    filled.asks_again = False
+    engine.step()
+    assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.finish()
+
+
+def test_who_must_compute_all_or_has_an_adapter_does_not_load(filled: FakeTier) -> None:
+    engine = Engine(filled)
+    engine.add("a", skips=True)
+    engine.step()
+    assert engine.status("a") is RequestStatus.RUNNING
+    request: Any = engine.scheduler.requests["a"]
+    other = EngineCoreRequest("b", PROMPT, SamplingParams(), None, 0.0, lora_request=LoRARequest("l", 1, "/l"))
+    request.origin = other
+    hits = engine.scheduler.kv_cache_manager.empty_kv_cache_blocks
+    assert not engine.exchange.begins_load(request, hits, 0, [], 0)
+
+
+def test_few_tokens_are_computed(filled: FakeTier) -> None:
+    engine = Engine(filled, min_load_tokens=29)
+    engine.add("a")
+    engine.step()
+    assert engine.status("a") is RequestStatus.RUNNING
+    engine.finish()
+
+
+# -- room ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_blocks_that_a_transfer_holds(filled: FakeTier) -> None:
+    """Nothing runs beside the request, and it does not fit now: to fail it would be wrong."""
+    engine = begin(filled, "hung", num_blocks=17)
+    engine.core.abort_requests(["a"])
+    del engine.requests["a"]
+    engine.add("b", [9] * 40)  # ten blocks, eleven with its output; nine are free
+    engine.step(2)
+    assert engine.status("b") is RequestStatus.WAITING
+    assert engine.core.is_blocked()
+    engine.finish()
+
+
+def test_a_request_fails_if_blocks_do_not_come_back(filled: FakeTier) -> None:
+    engine = begin(filled, "wedged", num_blocks=17)
+    engine.core.abort_requests(["a"])
+    engine.add("b", [9] * 40)
+    engine.step()
+    engine.clock.now += 5.0
+    engine.step(2)
+    assert not engine.scheduler.requests, "it would wait for ever"
+
+
+def test_loaded_blocks_are_given_to_a_running_request_before_one_is_preempted(filled: FakeTier) -> None:
+    engine = begin(filled, num_blocks=20, max_num_seqs=1)
+    engine.add("b", [9] * 24, max_tokens=30)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["b"]
+    engine.move()
+    engine.step()
+    assert engine.held()["loaded"] == 7
+    engine.step(28)
+    assert "loaded" not in engine.held()
+    assert not engine.scheduler.requests["a"].num_preemptions
+    engine.finish()
+
+
+def test_pins_have_a_bound(tier: FakeTier) -> None:
+    engine = Engine(tier, max_pinned_share=0.05)
+    engine.add("a")
+    engine.step(2)
+    assert engine.held() == {"pinned": 2}
+    assert engine.transfers.num_dropped_blocks == {"pins": 5}
+    engine.finish()
+    assert len(tier.records) <= 3
+
+
+# -- saves -----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_is_saved_when_the_result_of_its_step_is_in(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.add("a", max_tokens=6)
+    engine.step()
+    assert not engine.worker.active, "the result is in, and the order goes with the next step"
+    assert engine.held() == {"pinned": 7}
+    engine.step()
+    assert len(engine.worker.active) == 1
+    engine.core.abort_requests(["a"])
+    assert engine.held() == {"pinned": 7}, "a save outlives its request"
+    engine.move()
+    engine.step()
+    assert len(tier.records) == 7
+    assert engine.held() == {}
+
+
+def test_a_block_that_is_stored_is_not_saved_again(filled: FakeTier) -> None:
+    engine = Engine(filled)
+    engine.add("a", skips=True)
+    engine.step(2)
+    assert not engine.worker.active
+
+
+# -- the rest of life --------------------------------------------------------------------------------------------
+
+
+def wait_by_moving(engine: Engine, does_move: bool) -> list[float]:
+    """Replaces waiting: time passes, and transfers move if they can. Returns what was waited."""
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        engine.clock.now += seconds / 2 + 0.01
+        if does_move:
+            engine.move()
+
+    engine.exchange.link.wait = wait  # type: ignore[method-assign]
+    return waited
+
+
+def test_a_reset_ends_loads_and_succeeds(filled: FakeTier) -> None:
+    engine = begin(filled, "hung")
+    wait_by_moving(engine, does_move=True)
+    assert not engine.core.lifecycle.reset_prefix_cache(), "blocks are in use, and nothing may be ended"
+    assert engine.held() == {"loading": 7}
+    assert engine.core.lifecycle.reset_prefix_cache(reset_running_requests=True)
+    assert engine.held() == {}
+    engine.worker.manners = ["good"]
+    engine.finish()
+
+
+def test_a_reset_waits_a_second_and_succeeds_without_wedged_blocks(filled: FakeTier) -> None:
+    engine = begin(filled, "wedged")
+    start = engine.clock.now
+    waited = wait_by_moving(engine, does_move=False)
+    assert engine.core.lifecycle.reset_prefix_cache(reset_running_requests=True)
+    assert waited
+    assert engine.clock.now - start < 1.2
+    assert engine.held() == {"quarantined": 7}
+    assert not engine.scheduler.kv_cache_manager.block_pool.cached_blocks.num_blocks
+    engine.worker.manners = ["good"]
+    engine.worker.free()
+    engine.finish()
+
+
+def test_new_weights_are_another_namespace(filled: FakeTier) -> None:
+    engine = begin(filled)
+    wait_by_moving(engine, does_move=True)
+    engine.core.lifecycle.update_weights("/other")
+    engine.step()
+    assert engine.status("a") is RequestStatus.RUNNING, "nothing that is stored fits"
+    engine.finish()
+
+
+def test_sleep_with_a_load_under_way(filled: FakeTier) -> None:
+    engine = begin(filled)
+    wait_by_moving(engine, does_move=True)
+    engine.core.lifecycle.sleep(1, "keep")
+    assert engine.held() == {}
+    assert engine.core.lifecycle.wake_up()
+    engine.finish()
+    assert engine.prefills["a"].num_external_cached_tokens == 28, "waking is warm"
+
+
+def test_the_store_can_be_dropped(filled: FakeTier) -> None:
+    engine = Engine(filled)
+    assert engine.core.lifecycle.reset_prefix_cache(reset_connector=True)
+    engine.add("a")
+    engine.step()
+    assert engine.status("a") is RequestStatus.RUNNING
+
+
+def test_a_snapshot_shows_what_is_held(filled: FakeTier) -> None:
+    engine = begin(filled)
+    snapshot = engine.scheduler.make_snapshot()
+    assert snapshot.held_blocks == {"loading": 7}
+    assert [request.place for request in snapshot.requests] in (["blocked"], ["waiting"])
+
+
+def test_without_a_connector_there_is_one_null_object() -> None:
+    core: Any = EngineCore(make_config(KVTransferConfig()), FakeExecutor, True)
+    assert core.scheduler.exchange is NO_EXCHANGE
+    assert core.scheduler.waiting.gates[1:] == ()
+    assert core.scheduler.make_stats().kv_transfer is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cache_config": CacheConfig(enable_prefix_caching=False)}, "needs the prefix cache"),
+        ({"observability_config": ObservabilityConfig(record="no.rec")}, "recordings cannot hold loads"),
+    ],
+)
+def test_what_cannot_work_yet_is_refused(tier: FakeTier, changes: dict[str, Any], words: str) -> None:
+    transfer = KVTransferConfig(kv_connector="FakeTier", kv_connector_extra_config={"tier": "test"})
+    config = replace(make_config(transfer), **changes)
+    with pytest.raises(ConfigError, match=words):
+        EngineCore(config, FakeExecutor, True)
+
+
+def test_an_unknown_connector_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'FakeTeir' is not known.*FakeTier"):
+        KVTransferConfig(kv_connector="FakeTeir")

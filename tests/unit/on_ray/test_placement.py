@@ -1,0 +1,78 @@
+"""Places of engines in clusters of any shape, and what their actors get of the environment. No Ray is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.on_ray.placement import Placement, RayNode, Wish, actor_environment, place_engines
+
+SMALL, LARGE = RayNode("10.0.0.2", 4), RayNode("10.0.0.1", 8)
+HEAD = "10.0.0.2"
+
+
+def test_the_heads_node_is_filled_first() -> None:
+    places = place_engines([LARGE, SMALL], HEAD, Wish(4, 1, 2), "strict")
+    assert [(place.ip, place.threads, place.num_on_node) for place in places] == [
+        ("10.0.0.2", 2, 2),
+        ("10.0.0.2", 2, 2),
+        ("10.0.0.1", 4, 2),
+        ("10.0.0.1", 4, 2),
+    ]
+    assert places[0].bundles == [{"CPU": 2.0, "node:10.0.0.2": 0.001}, {"node:10.0.0.2": 0.001}]
+
+
+def test_workers_have_a_bundle_each() -> None:
+    (place,) = place_engines([LARGE], HEAD, Wish(1, 2, cpus_per_worker=3), "strict")
+    node = {"node:10.0.0.1": 0.001}
+    assert place == Placement("10.0.0.1", [{"CPU": 3.0, **node}, {"CPU": 3.0, **node}, node], 3, 1)
+
+
+def test_gpus() -> None:
+    nodes = [RayNode("a", 8, 4), RayNode("b", 8, 1)]
+    places = place_engines(nodes, "a", Wish(2, 2, needs_gpus=True), "fill")
+    assert places[0].bundles == [{"GPU": 1.0, "node:a": 0.001}] * 2 + [{"CPU": 1.0, "node:a": 0.001}]
+    assert [place.ip for place in places] == ["a", "a"]
+    with pytest.raises(ConfigError, match=r"1 of 3 engines find no room .* each takes 2 GPUs and 1 CPU"):
+        place_engines(nodes, "a", Wish(3, 2, needs_gpus=True), "fill")
+
+
+def test_strict_leaves_a_node_with_too_little_out_and_fill_does_not() -> None:
+    wish = Wish(3, 1, 2, cpus_per_worker=3)
+    assert [place.ip for place in place_engines([SMALL, LARGE], HEAD, wish, "fill")] == [HEAD, LARGE.ip, LARGE.ip]
+    with pytest.raises(ConfigError, match=r"1 of 3 engines find no room .* each takes 3 CPUs, 2 on a node, .*10\.0\.0"):
+        place_engines([SMALL, LARGE], HEAD, wish, "strict")
+    places = place_engines([SMALL, LARGE], HEAD, wish._replace(num_local=None), "strict")
+    assert [place.ip for place in places] == [HEAD, LARGE.ip, LARGE.ip]
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    with pytest.raises(ConfigError, match="QUIRE_RAY_DP_PACK_STRATEGY=span is not supported: an engine's workers are"):
+        place_engines([LARGE], HEAD, Wish(1, 1), "span")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no node"):
+        place_engines([], HEAD, Wish(1, 1), "strict")
+
+
+def test_the_environment_of_an_actor() -> None:
+    environ = {
+        "QUIRE_CACHE_ROOT": "/c",
+        "QUIRE_API_KEY": "secret",
+        "HF_HOME": "/h",
+        "NCCL_DEBUG": "1",
+        "PYTHONHASHSEED": "0",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "QUIRE_VISIBLE_DEVICES": "1",
+        "LOCAL_RANK": "3",
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "9",
+    }
+    passed = actor_environment(environ, 2)
+    assert passed.pop("PYTHONPATH")
+    assert passed == {
+        "QUIRE_CACHE_ROOT": "/c",
+        "HF_HOME": "/h",
+        "NCCL_DEBUG": "1",
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "2",
+    }
+    assert "OMP_NUM_THREADS" not in actor_environment(environ, 0)
