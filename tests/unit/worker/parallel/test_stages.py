@@ -15,8 +15,8 @@ from quire.worker.kernels.library import NativeLibrary
 from quire.worker.layers.weights import Elsewhere
 from quire.worker.parallel.plan import Stage
 from quire.worker.parallel.stages import StageExchange
+from tests.checkpoints import MakeCheckpoint
 
-from ..conftest import MakeCheckpoint
 from .test_bits import check_bits
 from .together import close_links, make_links, run_together
 
