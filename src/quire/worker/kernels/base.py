@@ -131,7 +131,7 @@ class ExpertsShare:
     """One worker's part of a mixture of experts: some outputs of every matrix, or whole experts."""
 
     num_experts: int
-    """Number of experts of all workers."""
+    """Number of experts of the mixture."""
     experts: Sequence[int]
     """Experts whose matrices the kernel has, in their order."""
     first: int
@@ -168,7 +168,7 @@ class ExpertsKernel(Protocol):
         ...
 
     def set_share(self, share: ExpertsShare) -> None:
-        """Gives it the part of a mixture that its matrices are."""
+        """Sets which part of a mixture its matrices are."""
         ...
 
 
@@ -185,6 +185,11 @@ class Kernels(ABC):
         """Name of the form these kernels pack weights into: the same name means the same bytes. None: they do not pack,
         and take no memory from `Packs`."""
         return None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Facts that decide the bits of results, as far as kernels do: the same facts mean the same bits."""
+        return {"kernels": self.name, "torch": torch.__version__}
 
     @contextmanager
     def packing(self, packs: Packs) -> Iterator[None]:
