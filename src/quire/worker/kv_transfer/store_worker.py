@@ -38,8 +38,9 @@ logger = init_logger(__name__)
 SAVE_NICENESS = 10
 END_S = 1.0
 """Seconds that saves which were ordered are given when the engine ends."""
-KNOWN_S = 10.0
-"""Longest wait for a namespace where all weights were hashed before: so the first request finds blocks."""
+KNOWN_S, HASHING_S = 10.0, 0.5
+"""Longest wait for a namespace, so that the first request finds blocks: where all weights were hashed before, and where
+files have to be read."""
 
 
 class StoreWorker(KVConnectorWorker):
@@ -153,10 +154,11 @@ class StoreWorker(KVConnectorWorker):
         takes_long.wait(KNOWN_S)
 
     def _hash(self, generation: int, model_dir: Path, loaded_ns: int, takes_long: threading.Event) -> None:
-        """Computes a fingerprint and reports it. Sets `takes_long` at its end, or when a file has to be read."""
+        """Computes a fingerprint and reports it. Sets `takes_long` at its end, or when files are still being read."""
+        end_ts = time.monotonic() + HASHING_S
 
         def is_stopped() -> bool:
-            if not takes_long.is_set():
+            if not takes_long.is_set() and time.monotonic() >= end_ts:
                 takes_long.set()
                 _lower_priority()
             return self._is_closed.is_set()
