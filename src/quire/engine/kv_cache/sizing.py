@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.config.lora import LoRAConfig
 from quire.errors import ConfigError
@@ -149,7 +151,7 @@ def make_kv_cache_configs(
         KVCacheConfig(
             num_blocks,
             [KVCacheTensor(num_blocks * row.page_bytes, row.names, row.offsets) for row in rows],
-            [KVCacheGroupSpec([n for n in g.layer_names if n in specs], g.kv_cache_spec) for g in groups],
+            [_own_part(group, specs) for group in groups],
             [ExtraKVCacheLayer(name, spec, extra_group) for name, spec in extra.items()],
         )
         for specs, extra, rows in zip(specs_per_worker, extra_specs_per_worker, worker_rows, strict=True)
@@ -174,8 +176,8 @@ def _tensor_rows(specs: dict[str, AnyKVCacheSpec], groups: Sequence[KVCacheGroup
     largest = max((spec.page_size_bytes for spec in specs.values()), default=0)
     columns = []
     for group in groups:
-        names, fitting = [name for name in group.layer_names if name in specs], largest
-        fitting //= group.kv_cache_spec.page_size_bytes
+        own = _own_part(group, specs)
+        names, fitting = own.layer_names, largest // own.kv_cache_spec.page_size_bytes or 1
         columns.append([names[i : i + fitting] for i in range(0, len(names), fitting)])
     rows: list[_TensorRow] = []
     for column in zip_longest(*columns, fillvalue=()):
@@ -201,12 +203,21 @@ def _count_blocks(worker_rows: Sequence[Sequence[_TensorRow]], available_bytes: 
     return min(counts, default=1)
 
 
+def _own_part(group: KVCacheGroupSpec, specs: dict[str, AnyKVCacheSpec]) -> KVCacheGroupSpec:
+    """Returns a worker's layers of a group, with its own number of heads."""
+    names = [name for name in group.layer_names if name in specs]
+    return KVCacheGroupSpec(names, specs[names[0]] if names else group.kv_cache_spec)
+
+
 def _merge(specs_per_worker: Sequence[dict[str, AnyKVCacheSpec]]) -> dict[str, AnyKVCacheSpec]:
+    """Returns the layers of all workers. Of one that several have in part, the largest part."""
     merged: dict[str, AnyKVCacheSpec] = {}
     for specs in specs_per_worker:
         for name, spec in specs.items():
-            if merged.setdefault(name, spec) != spec:
-                raise ConfigError(f"workers disagree on the KV cache of layer {name}: {merged[name]} and {spec}")
+            other = merged.setdefault(name, spec)
+            if msgspec.structs.replace(other, num_kv_heads=spec.num_kv_heads) != spec:
+                raise ConfigError(f"workers disagree on the KV cache of layer {name}: {other} and {spec}")
+            merged[name] = max(other, spec, key=lambda one: one.num_kv_heads)
     return merged
 
 

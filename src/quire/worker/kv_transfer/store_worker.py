@@ -195,7 +195,7 @@ class StoreWorker(KVConnectorWorker):
 
 
 class _Arrivals:
-    """The ids of orders that have arrived, in their order. Those passed over were lost with a step that failed."""
+    """The ids of orders that have arrived. Those passed over were lost with a step that failed."""
 
     def __init__(self) -> None:
         self._last_id = 0
@@ -203,6 +203,7 @@ class _Arrivals:
 
     def add(self, transfer_id: int) -> None:
         self._lost_ids.update(range(self._last_id + 1, transfer_id))
+        self._lost_ids.discard(transfer_id)  # loads of a message come before its saves
         self._last_id = max(self._last_id, transfer_id)
 
     def has(self, transfer_id: int) -> bool:

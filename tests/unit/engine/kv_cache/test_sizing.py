@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -264,6 +265,17 @@ def test_pipeline_workers_share_groups_and_hold_their_own_layers() -> None:
     assert [group.layer_names for group in second.kv_cache_groups] == [[], _names(3, 4), _names(5)]
     assert [tensor.shared_by for tensor in first.kv_cache_tensors] == [_names(0, 2), _names(1)]
     assert first.num_blocks == second.num_blocks == 50
+
+
+def test_workers_may_have_different_numbers_of_heads() -> None:
+    """Three key/value heads on two workers: each has pages of its own size, and the larger part decides."""
+    one, two = ({n: msgspec.structs.replace(s, num_kv_heads=k) for n, s in _specs("ssf" * 2).items()} for k in (1, 2))
+    page = next(iter(one.values())).page_size_bytes
+    small, large = make_kv_cache_configs(CacheConfig(), [one, two], [100 * page] * 2, 16, False)[0]
+    assert small.num_blocks == large.num_blocks == 100 * page // (2 * 2 * page)
+    assert [g.layer_names for g in small.kv_cache_groups] == [g.layer_names for g in large.kv_cache_groups]
+    assert [g.kv_cache_spec.num_kv_heads for g in small.kv_cache_groups] == [1, 1, 1]
+    assert [2 * tensor.size for tensor in small.kv_cache_tensors] == [tensor.size for tensor in large.kv_cache_tensors]
 
 
 def test_workers_must_not_disagree_on_a_layer() -> None:
