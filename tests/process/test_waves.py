@@ -65,9 +65,8 @@ def test_deaths_of_the_coordinator_and_of_an_engine_in_a_wave_lose_nothing() -> 
             wave = follower.wave
             await send()
             await wait_for(lambda: follower.wave > wave)
-            snapshot = metrics.snapshot()
-            assert snapshot.value("quire_dp_wave") > wave
-            assert snapshot.value("quire_dummy_batches") > 0
+            await wait_for(lambda: metrics.snapshot().value("quire_dp_wave") > wave)
+            await wait_for(lambda: metrics.snapshot().value("quire_dummy_batches") > 0)
 
             worker = asyncio.create_task(_kill_and_pause(client))
 
