@@ -107,11 +107,11 @@ def test_a_core_starts_and_says_what_it_found(peer: Peer) -> None:
 def test_a_frontend_of_another_version_is_refused_in_words(peer: Peer) -> None:
     """The other way round the HELLO says the version, and the frontend refuses it."""
     peer.launch()
-    assert peer.receive_status()["protocol_version"] == 2
+    assert peer.receive_status()["protocol_version"] == 3
     peer.answer_hello(make_config(), protocol_version=99, a_field_of_tomorrow=[1])
     status = peer.receive_status()
     assert (status["status"], status["error_type"]) == ("FAILED", "ConfigError")
-    assert "the frontend speaks protocol version 99, this process speaks 2" in status["message"]
+    assert "the frontend speaks protocol version 99, this process speaks 3" in status["message"]
     assert peer.wait_exit() == 1
 
 

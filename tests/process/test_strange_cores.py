@@ -163,7 +163,7 @@ def test_a_token_that_is_none_fails_its_request_alone(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ("old", ConfigError, "the engine core speaks protocol version 1, this process speaks 2.*same version of Quire"),
+        ("old", ConfigError, "the engine core speaks protocol version 2, this process speaks 3.*same version of Quire"),
         ("mute", EngineDeadError, "not ready within 0.5 s"),
         ("shy", EngineDeadError, "not ready within 0.5 s"),
         ("noise", EngineDeadError, "not ready within 0.5 s"),

@@ -16,6 +16,7 @@ WHERE = {
     "client": "frontend",
     "kernels": "worker",
     "lora": "worker",
+    "kv": "kv_store",
 }
 """First word of a failpoint -> folder."""
 PLACES = {
@@ -36,6 +37,10 @@ PLACES = {
     "lora.install": ("table.py", "_apply_changes"),
     "lora.remove": ("table.py", "_remove"),
     "kernels.trial": ("trial.py", "main"),
+    "kv.read": ("extent.py", "read_into"),
+    "kv.write": ("extent.py", "append"),
+    "kv.seal": ("extent.py", "write_table"),
+    "kv.evict": ("directory.py", "evict"),
     "worker.step": ("proc.py", "_serve"),
     "worker.load": ("worker.py", "load_model"),
     "worker.barrier": ("shm.py", "ready"),

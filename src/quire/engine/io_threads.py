@@ -39,6 +39,8 @@ logger = init_logger(__name__)
 
 OutputItem = tuple[int, EngineCoreOutputs] | ClientLink | bytes | None
 """Outputs for a client; a client that has disconnected or reconnected; ENGINE_CORE_DEAD; or None: the end."""
+GREETING = [EngineCoreRequestType.GREET.value, b"\xc0"]
+"""Frames of a GREET: it has no payload."""
 MESSAGES_PER_ROUND = 256
 """Messages taken from one client before the others have their turn."""
 _EVENT = struct.Struct("=Hi")
@@ -228,7 +230,7 @@ class InputThread(IOThread):
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if frames[0].bytes == EngineCoreRequestType.GREET.value:
+            if [frame.bytes for frame in frames] == GREETING:
                 self._begin_again(client_index)
             elif not self._is_away(client_index):
                 self.busy_since = time.monotonic()

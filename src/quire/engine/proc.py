@@ -442,7 +442,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
             metadata.addresses,
             engine_index=index,
             incarnation=metadata.incarnation,
-            curve=metadata.curve,
+            curve=curve if metadata.curve is None else metadata.curve,
             launcher_pipe=LAUNCHER_PIPE,
             on_launcher_gone=partial(_end_without_launcher, core),
         )

@@ -189,10 +189,16 @@ class StoreDirectory:
                 raise StoreFullError(
                     errno.ENOSPC, f"{total / GIB:.2f} GiB are in use by open extents, or the disk is full"
                 )
-            if self.is_sealed(extent):
-                failpoint("kv.evict")
-                self.remove(extent.name)
+            if self.evict(extent):
                 total -= sizes[extent.name]
+
+    def evict(self, extent: ExtentFile) -> bool:
+        """Deletes an extent unless it is open. Returns whether it was deleted."""
+        if not self.is_sealed(extent):
+            return False
+        failpoint("kv.evict")
+        self.remove(extent.name)
+        return True
 
     def remove(self, name: str) -> None:
         """Deletes an extent. Processes that have it open read on."""

@@ -36,7 +36,7 @@ def test_finish_reasons_keep_their_numbers_and_words() -> None:
 
 
 def test_request_types_are_single_bytes() -> None:
-    assert [t.value for t in EngineCoreRequestType] == [b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"]
+    assert [t.value for t in EngineCoreRequestType] == [b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\x05", b"\x06"]
 
 
 def test_an_event_has_a_monotonic_stamp() -> None:

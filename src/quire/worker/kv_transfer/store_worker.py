@@ -22,7 +22,6 @@ import quire.worker
 from quire.config.checkpoint import CheckpointIndex
 from quire.config.engine import EngineConfig
 from quire.config.model import resolve_dtype_name
-from quire.failpoints import failpoint
 from quire.kv_store.access import RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.fingerprint import ChangedFileError, FileDigests, HashingStoppedError, make_fingerprint
@@ -270,9 +269,8 @@ class _IOThreads:
     def _delete(self, fingerprint: bytes) -> None:
         """Deletes the sealed extents of a namespace."""
         for extent in self._directory.list_extents():
-            if fingerprint.hex().startswith(extent.namespace) and self._directory.is_sealed(extent):
-                failpoint("kv.evict")
-                self._directory.remove(extent.name)
+            if fingerprint.hex().startswith(extent.namespace):
+                self._directory.evict(extent)
 
 
 def _guard(action: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ from quire.worker.kernels.lora import PackedLowRank
 from quire.worker.kernels.native_lora import NativeLowRank
 from quire.worker.loader.packed import END_S, SETTLED_S, SPARE_DISK_BYTES, WRITER_NICENESS, identity_of
 from quire.worker.lora.sites import AdapterSites
-from quire.worker.packed_cache import Key, PackedCache, PackedFile, PackedFileWriter, max_cache_bytes
+from quire.worker.packed_cache import ALIGNMENT, Key, PackedCache, PackedFile, PackedFileWriter, max_cache_bytes
 
 logger = init_logger(__name__)
 
@@ -201,7 +201,7 @@ class AdapterCache:
         key: Key = {"adapter": adapter.digest, **self._common}
         if self._cache.open(key) is not None:
             return
-        self._bound(adapter.num_bytes)
+        self._bound(adapter.num_bytes + (len(adapter.packed) + 3) * ALIGNMENT)  # what lies between its parts, at most
         writer = PackedFileWriter(self._cache.path_of(key), key, str(source))
         if shutil.disk_usage(self._cache.directory).free < adapter.num_bytes + SPARE_DISK_BYTES:
             writer.discard()
