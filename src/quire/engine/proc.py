@@ -398,12 +398,17 @@ class EngineCoreProc(EngineCore):
             logger.critical("clients could not be told within %g s that this core is dead", THREAD_END_S)
 
 
+RAISE_AGAIN_S = 1.0
+"""Time after which a stop of the start is raised again: an exception that is raised in a finalizer is ignored."""
+
+
 class StopSignals:
     """Handles SIGTERM and SIGINT from the start of the process: during start-up they end it, later they request a
     shutdown."""
 
     def __init__(self) -> None:
         self.core: EngineCoreProc | None = None
+        self._asked_by = ""
 
     def install(self) -> None:
         """Installs the handlers. Called on the main thread."""
@@ -412,10 +417,17 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.core is None:
-            raise SystemExit(f"stopped by {signal.Signals(signum).name} while it was starting")
+            self._asked_by = self._asked_by or signal.Signals(signum).name
+            signal.signal(signal.SIGALRM, self._handle)
+            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_S)
+            raise SystemExit(f"stopped by {self._asked_by} while it was starting")
         if not self.core.is_running:
             watch_the_end()  # asked twice: now, without waiting for a step that never ends
         self.core.request_shutdown()
+
+    def end(self) -> None:
+        """Raises nothing any more: the start has failed."""
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
@@ -448,6 +460,7 @@ def run_engine_core(options: LaunchOptions, context: zmq.Context[Any]) -> int:
         )
         handshake.ready()
     except (Exception, SystemExit) as e:
+        signals.end()
         if not isinstance(e, QuireError | SystemExit):  # the launching process reports those in full
             logger.exception("the engine core cannot start")
         handshake.failed(e)
