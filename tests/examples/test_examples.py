@@ -121,6 +121,17 @@ def check_adapters(out: str) -> None:
     assert "pieces of the streams meanwhile: [" in out
 
 
+def check_warm_restart(out: str) -> None:
+    cold, killed, warm = out.splitlines()
+    line = r"(\d+) of (\d+) tokens were read, and (\[.+\]) came next"
+    first, second = re.fullmatch(line, cold), re.fullmatch(line, warm)
+    assert first is not None
+    assert second is not None
+    assert re.fullmatch(r"it was killed, and [\d,]+ bytes are stored", killed)
+    assert (first[1], first[2], first[3]) == ("0", second[2], second[3])
+    assert 0 <= int(second[2]) - int(second[1]) <= 16
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "generate": check_generate,
     "chat": check_chat,
@@ -133,6 +144,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "kill_the_core": check_kill_the_core,
     "same_bits": check_same_bits,
     "ledger": check_ledger,
+    "warm_restart": check_warm_restart,
 }
 
 
