@@ -81,6 +81,14 @@ def incarnation(client: DPLBAsyncMPClient) -> int:
     return -1 if ready is None else ready.incarnation
 
 
+async def pid_of(client: DPLBAsyncMPClient) -> int:
+    """Returns the process of the node's engine, which the node reports after the core is connected."""
+    await wait_for(lambda: client.list_engines()[1].pid is not None)
+    pid = client.list_engines()[1].pid
+    assert pid is not None
+    return pid
+
+
 async def read_while(engine: Engine, work: Any, num_streams: int = 8) -> None:
     """Readers come and go until `work` has ended: every token is checked."""
     history, load = History(), FakeLoad(random.Random(1))
@@ -183,15 +191,13 @@ def test_a_node_is_killed_and_comes_back(key: str) -> None:
                 with node_process(key, port) as node:
                     await wait_for(lambda: state_of(client, 1) is LinkState.UP)
                     await wait_for(lambda: links[1].num_live_requests > 1)
-                    core = client.list_engines()[1].pid
-                    assert core is not None
+                    core = await pid_of(client)
                     assert client.list_engines()[1].host == socket.gethostname()
                     os.kill(core, signal.SIGKILL)
                     await wait_for(lambda: incarnation(client) == 1 and state_of(client, 1) is LinkState.UP)
                     assert client.restarts == {"killed": 1}
                     await wait_for(lambda: links[1].num_live_requests > 1)
-                    core = client.list_engines()[1].pid
-                    assert core is not None
+                    core = await pid_of(client)
                     node.process.kill()
                     await wait_for(lambda: not links[1].num_live_requests)
                     await wait_for(lambda: not is_running(core))
@@ -236,7 +242,7 @@ def test_a_partition_heals(key: str) -> None:
             link = client.engines.links[1]
 
             async def work() -> None:
-                pid = client.list_engines()[1].pid
+                pid = await pid_of(client)
                 for ports in ((0,), range(NUM_PORTS)):
                     await wait_for(lambda: link.num_live_requests > 1)
                     proxy.stall(*ports)
