@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
+from quire.cli.terminal import file_bytes
 from quire.errors import ConfigError
 from quire.worker.packed_cache import (
     InvalidPackedFileError,
@@ -18,7 +19,6 @@ from quire.worker.packed_cache import (
 )
 
 ACTIONS = ("list", "verify", "clear")
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def command_line() -> CommandLine:
@@ -41,7 +41,7 @@ def run(args: Arguments) -> int:
     caches = cache, PackedCache.of_adapters()
     if action == "clear":
         freed = sum(one.clear() for one in caches)
-        print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {_size(freed)} in {cache_root()}")
+        print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {file_bytes(freed)} in {cache_root()}")
         return 0
     files = [describe(path, is_verified=action == "verify") for one in caches for path in one.files()]
     figures = {"directory": str(cache_root()), "max_bytes": max_cache_bytes(), "files": files}
@@ -67,17 +67,12 @@ def describe(path: Path, *, is_verified: bool) -> dict[str, Any]:
 def format_cache(figures: dict[str, Any]) -> str:
     """Formats the files as a table."""
     total = sum(file["bytes"] for file in figures["files"])
-    limit = _size(figures["max_bytes"])
-    lines = [
-        f"{figures['directory']}: {len(figures['files'])} files, {_size(total)} of {limit} (QUIRE_WEIGHT_CACHE_GIB)"
-    ]
+    limit = file_bytes(figures["max_bytes"])
+    sizes = f"{file_bytes(total)} of {limit} (QUIRE_WEIGHT_CACHE_GIB)"
+    lines = [f"{figures['directory']}: {len(figures['files'])} files, {sizes}"]
     for file in figures["files"]:
         used = "-" if file["used_time"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(file["used_time"]))
         state = "" if file["state"] == "ok" else f"  {file['state']}"
         path = "/".join(Path(file["path"]).parts[-2:])
-        lines.append(f"  {path}  {_size(file['bytes']):>9}  {used}  {file['source'] or '-'}{state}")
+        lines.append(f"  {path}  {file_bytes(file['bytes']):>9}  {used}  {file['source'] or '-'}{state}")
     return "\n".join(lines)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

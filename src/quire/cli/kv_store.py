@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
+from quire.cli.terminal import file_bytes
 from quire.errors import ConfigError
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import Entry, find_damage, follow, open_extent
 from quire.kv_store.record import RecordMac
 
 ACTIONS = ("list", "verify", "clear")
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def command_line() -> CommandLine:
@@ -43,7 +43,7 @@ def run(args: Arguments) -> int:
     try:
         if action == "clear":
             freed = _clear(store)
-            print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {_size(freed)} in {directory}")
+            print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {file_bytes(freed)} in {directory}")
             return 0
         extents = sorted(store.list_extents(), key=lambda e: -max(e.used_ns, e.written_ns))
         rows = [_describe(store, extent, is_verified=action == "verify") for extent in extents]
@@ -97,15 +97,10 @@ def format_store(figures: dict[str, Any]) -> str:
     """Formats the extents as a table."""
     rows = figures["extents"]
     num_records = sum(row["records"] for row in rows)
-    lines = [f"{figures['directory']}: {len(rows)} extents, {num_records} blocks, {_size(figures['bytes'])}"]
+    lines = [f"{figures['directory']}: {len(rows)} extents, {num_records} blocks, {file_bytes(figures['bytes'])}"]
     for row in rows:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["used_time"]))
         damage = f"  {row['damaged']} damaged" if row["damaged"] else ""
-        lines.append(
-            f"  {row['name']:<36} {_size(row['bytes']):>10} {row['records']:>7} blocks  {used}  {row['state']}{damage}"
-        )
+        size = file_bytes(row["bytes"])
+        lines.append(f"  {row['name']:<36} {size:>10} {row['records']:>7} blocks  {used}  {row['state']}{damage}")
     return "\n".join(lines)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -56,6 +56,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
 
 
+def file_bytes(num_bytes: int) -> str:
+    """Returns "1.50 GiB" or "3.2 MiB": the size of large files."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def human_count(count: float) -> str:
     """Returns "1.24 B" (billions) for 1236000000; numbers below 10,000 in full."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

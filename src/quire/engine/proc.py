@@ -399,7 +399,7 @@ class EngineCoreProc(EngineCore):
 
 
 RAISE_AGAIN_S = 1.0
-"""Time after which a stop of the start is raised again: an exception that is raised in a finalizer is ignored."""
+"""Seconds after which the exception that ends the start is raised again: Python ignores one raised in a finalizer."""
 
 
 class StopSignals:
@@ -426,7 +426,7 @@ class StopSignals:
         self.core.request_shutdown()
 
     def end(self) -> None:
-        """Raises nothing any more: the start has failed."""
+        """Cancels the exception that would be raised again: the start has failed."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 

@@ -22,8 +22,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-T = TypeVar("T")
-
 TransferOutcome = Literal["ok", "partial", "failed", "cancelled", "unknown"]
 """ok: all blocks. partial, failed: some or none, because of an error. cancelled: some or none, because of a cancel.
 unknown: the worker has never had the order."""
@@ -114,6 +112,9 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     reason: str = ""
 
 
+Result = TypeVar("Result", LoadResult, SaveResult)
+
+
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Report of a worker half."""
 
@@ -139,32 +140,31 @@ class TransferAggregator:
     def add(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Returns what has ended with this report of one worker; the rest is passed on as it is."""
         size = self._num_workers
-        loads = [parts for one in output.loads if (parts := _add_part(self._loads, one.load_id, one, size))]
+        loads = [done for one in output.loads if (done := _add_part(self._loads, one.load_id, one, size))]
         saves = [more for one in output.saves if (more := _add_part(self._saves, one.save_id, one, size))]
         return KVConnectorOutput(
-            [_join_loads(p) for p in loads], [_join_saves(p) for p in saves], output.progress, output.info
+            [_join(parts, "num_verified") for parts in loads],
+            [_join(parts, "num_saved") for parts in saves],
+            output.progress,
+            output.info,
         )
 
 
-def _add_part(pending: dict[int, list[T]], transfer_id: int, part: T, num_workers: int) -> list[T] | None:
+def _add_part(
+    pending: dict[int, list[Result]], transfer_id: int, part: Result, num_workers: int
+) -> list[Result] | None:
     """Adds the result of a worker. Returns those of all workers once the last of them is there."""
     parts = pending.setdefault(transfer_id, [])
     parts.append(part)
     return pending.pop(transfer_id) if len(parts) == num_workers else None
 
 
-def _join_loads(parts: list[LoadResult]) -> LoadResult:
+def _join(parts: list[Result], counted: str) -> Result:
+    """Returns the worst of the workers' results, with what all of them have done of the field `counted`."""
     worst = max(parts, key=lambda part: _SEVERITY[part.outcome])
-    num_verified = min(part.num_verified for part in parts)
+    done = {counted: min(getattr(part, counted) for part in parts)}
     num_bytes, seconds = sum(part.num_bytes for part in parts), max(part.seconds for part in parts)
-    return LoadResult(worst.load_id, num_verified, worst.outcome, num_bytes, seconds, worst.reason)
-
-
-def _join_saves(parts: list[SaveResult]) -> SaveResult:
-    worst = max(parts, key=lambda part: _SEVERITY[part.outcome])
-    num_saved = min(part.num_saved for part in parts)
-    num_bytes, seconds = sum(part.num_bytes for part in parts), max(part.seconds for part in parts)
-    return SaveResult(worst.save_id, num_saved, worst.outcome, num_bytes, seconds, worst.reason)
+    return msgspec.structs.replace(worst, num_bytes=num_bytes, seconds=seconds, **done)
 
 
 _SEVERITY: dict[TransferOutcome, int] = {"ok": 0, "cancelled": 1, "unknown": 2, "partial": 3, "failed": 4}
