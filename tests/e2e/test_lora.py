@@ -64,6 +64,8 @@ def test_alone_together_chunked_preempted_and_speculated(
         assert tokens(again) == alone[2 * n :] + alone[n : 2 * n] + alone[:n]
         assert sum(output.num_cached_tokens or 0 for output in again) > 100
     with engine(path, dtype=dtype, **LORA, max_num_seqs=16, max_num_batched_tokens=64, **FEW_BLOCKS) as llm:
+        for adapter in adapters:  # all requests run at once, however long a load takes
+            llm.llm_engine.add_lora(adapter)
         outputs = generate(llm, every)
         assert tokens(outputs) == alone
         assert num_preemptions(outputs) > 0

@@ -99,7 +99,7 @@ class MultiprocExecutor(Executor):
         finally:
             self._pending.pop(call.call_id, None)
         if self._lost is not None:
-            self._raise(*self._lost)
+            self._raise(*self._find_cause(*self._lost))
         replies = {rank: decode_reply(frames) for rank, frames in call.answers.items()}
         for rank, reply in replies.items():
             if reply.error is not None:
@@ -132,8 +132,9 @@ class MultiprocExecutor(Executor):
             for worker in sleeping:
                 worker.answers.end_sleep()
 
-    def _raise(self, reply: WorkerReply, rank: int) -> NoReturn:
-        """Raises a worker's error; behind an echo, the error of the worker that has failed."""
+    def _find_cause(self, reply: WorkerReply, rank: int) -> tuple[WorkerReply, int]:
+        """Returns what has ended all steps: behind an echo, the error of the worker that has failed. Remembers it, for
+        each call on its way raises it."""
         deadline = time.monotonic() + CAUSE_S
         while reply.is_echo and time.monotonic() < deadline:
             self._sleep(deadline)
@@ -142,6 +143,11 @@ class MultiprocExecutor(Executor):
                     found = decode_reply(worker.answers.take())
                     if found.is_fatal and not found.is_echo:
                         reply, rank = found, worker.rank
+        self._lost = reply, rank
+        return self._lost
+
+    def _raise(self, reply: WorkerReply, rank: int) -> NoReturn:
+        """Raises a worker's error."""
         message = reply.error if reply.error_type else f"worker {rank}: {reply.error}"
         raise make_error(reply.error_type, str(message), ServerError)
 

@@ -95,6 +95,24 @@ def test_several_steps_may_be_on_their_way() -> None:
         executor.shutdown()
 
 
+def test_every_step_on_its_way_has_the_error_of_the_worker_that_failed_also_if_another_answers_first() -> None:
+    executor = make(pipeline_parallel_size=2)
+    try:
+        failing = pids_of(executor)[1]
+        os.kill(failing, signal.SIGSTOP)
+        futures = [executor.execute_model(step("fail 1"), non_block=True), executor.sample_tokens(None, non_block=True)]
+        executor._abort()  # the other workers leave the step, and say so
+        while not all(isinstance(future, Future) and future.done() for future in futures):
+            executor._sleep()
+        os.kill(failing, signal.SIGCONT)
+        for future in futures:
+            assert isinstance(future, Future)
+            with pytest.raises(ModelLoadError, match="rank 1 has a fault"):
+                future.result()
+    finally:
+        executor.shutdown()
+
+
 def test_functions_are_called_by_their_names(shared: MultiprocExecutor) -> None:
     assert shared.collective_rpc(add_rank, args=(10,)) == [10, 11]
     with pytest.raises(ValidationError, match="define it at the top of a module"):
