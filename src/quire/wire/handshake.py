@@ -58,6 +58,8 @@ class ClientAddresses(msgspec.Struct, frozen=True):
     output_address: str
     is_judged: bool = False
     """True if the process that starts the core reports its deaths, and tries the suspects (`MemberLink`)."""
+    board_path: str = ""
+    """Page of the loads of all clients (`LoadBoard`); empty: there is none."""
 
 
 class CoordinatorAddresses(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,27 @@ class SharedCounts:
         if not 0 <= index < self._num_columns:
             raise IndexError(f"column {index} of {self._num_columns}")
         return SharedCount(self._words[index :: self._num_columns], self._row)
+
+    @property
+    def row(self) -> int:
+        """Number of this process's row."""
+        return self._row
+
+    @property
+    def num_rows(self) -> int:
+        """Number of processes."""
+        return len(self._words) // self._num_columns
+
+    def get(self, row: int, start: int, stop: int) -> list[int]:
+        """Returns the numbers of a process in columns `start` to `stop`, without the last."""
+        base = row * self._num_columns
+        return self._words[base + start : base + stop].tolist()
+
+    def put(self, start: int, values: Sequence[int]) -> None:
+        """Sets this process's numbers in the columns from `start`."""
+        base = self._row * self._num_columns + start
+        for i, value in enumerate(values):
+            self._words[base + i] = value
 
     def clear_row(self, row: int) -> None:
         """Sets the row of a process that has ended to zero."""

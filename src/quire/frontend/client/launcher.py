@@ -287,7 +287,9 @@ def find_own_address(host: str) -> str:
         raise ConfigError(f"--data-parallel-address {host} is no address of this machine: {e}") from e
 
 
-def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_judged: bool = False) -> ClientAddresses:
+def make_client_addresses(
+    directory: SocketDirectory, client_index: int, *, is_judged: bool = False, board_path: str = ""
+) -> ClientAddresses:
     """Returns the addresses of client `client_index` of the core in this directory. Raises ConfigError for too long a
     path."""
     return ClientAddresses(
@@ -295,4 +297,5 @@ def make_client_addresses(directory: SocketDirectory, client_index: int, *, is_j
         directory.endpoint(f"input-{client_index}"),
         directory.endpoint(f"output-{client_index}"),
         is_judged,
+        board_path,
     )

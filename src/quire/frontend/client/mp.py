@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
@@ -33,6 +34,7 @@ from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.link_thread import AttachedLinkThread, LinkThread, OutputSink
 from quire.frontend.client.mailbox import LoopMailbox, QueueSink
 from quire.frontend.client.shared_links import MemberLink
+from quire.frontend.routing.load_board import LoadBoard
 from quire.frontend.routing.policy import ROUTING_POLICIES
 from quire.frontend.routing.router import Router
 from quire.frontend.supervision.nodes import NodeListener, RemoteEngine
@@ -239,7 +241,7 @@ class MPClient(ABC):
         output_socket = make_zmq_socket(context, addresses.output_address, zmq.PULL, bind=True)
         index = addresses.client_index
         if addresses.is_judged:  # its owner reports the end of the core; until then others' suspects may be tried
-            engines = make_engine_set(config, lambda: MemberLink(index))
+            engines = make_engine_set(config, lambda: MemberLink(index), attach_board(config, addresses))
             return AttachedLinkThread(engines, input_socket, output_socket, sink, math.inf)
         engines = make_engine_set(config, lambda: EngineLink(index, is_shared=True))
         return AttachedLinkThread(engines, input_socket, output_socket, sink, envs.ENGINE_READY_TIMEOUT_S.number())
@@ -406,10 +408,21 @@ class MPClient(ABC):
             raise EngineDeadError(self._link_thread.links.gone_reason or "the engine has been shut down")
 
 
-def make_engine_set(config: EngineConfig, make_link: Callable[[], EngineLink]) -> EngineSet:
+def attach_board(config: EngineConfig, addresses: ClientAddresses) -> LoadBoard | None:
+    """Opens the page of the loads of all clients; None if there is none."""
+    parallel = config.parallel_config
+    if not addresses.board_path:
+        return None
+    path, index = Path(addresses.board_path), addresses.client_index
+    return LoadBoard.attach(path, index, parallel.first_engine, parallel.num_engines)
+
+
+def make_engine_set(
+    config: EngineConfig, make_link: Callable[[], EngineLink], board: LoadBoard | None = None
+) -> EngineSet:
     """Returns the set of the engines that a configuration asks for."""
     parallel = config.parallel_config
-    router = Router(ROUTING_POLICIES[parallel.routing_policy]())
+    router = Router(ROUTING_POLICIES[parallel.routing_policy](), board)
     return EngineSet(
         [make_link() for _ in range(parallel.num_engines)],
         router=router,

@@ -37,6 +37,9 @@ from quire.frontend.http.errors import UnavailableError
 from quire.frontend.http.membership import Membership
 from quire.frontend.http.server import END_GRACE_S, Listeners, StopRequests, StopSignals, log_stats_regularly
 from quire.frontend.metrics.server_metrics import ServerMetrics
+from quire.frontend.routing.load_board import LoadBoard
+from quire.frontend.routing.policy import LeastWait
+from quire.frontend.routing.router import Router
 from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.logger import child_level, init_logger
@@ -346,6 +349,10 @@ def serve_with_processes(
     client: AsyncMPClient | None = None
     count = server.api_server_count
     counts = FleetCounts.create(directory.path / "counts", count, key_digests)
+    parallel = config.parallel_config
+    board: LoadBoard | None = None
+    if parallel.num_engines > 1:
+        board = LoadBoard.create(directory.path / "loads", count, parallel.first_engine, parallel.num_engines)
     member = Membership()  # values that all processes share
 
     def make_launch(index: int) -> ApiLaunch:
@@ -358,16 +365,23 @@ def serve_with_processes(
             key_digests=key_digests,
             salt_secret=member.salt_secret,
             created=member.created,
-            client=make_client_addresses(directory, index, is_judged=True),
+            client=make_client_addresses(
+                directory, index, is_judged=True, board_path="" if board is None else str(directory.path / "loads")
+            ),
             listener=listeners.main.fileno(),
             admin_listener=None if listeners.admin is None else listeners.admin.fileno(),
             urls=(listeners.url, listeners.admin_url),
             counts_path=str(directory.path / "counts"),
         )
 
-    processes = ApiProcesses(count, make_launch, counts.clear)
-    first = config.parallel_config.first_engine
-    owners = [OwnerLink(counts.are_others_busy) for _ in range(config.parallel_config.num_local_engines)]
+    def forget(index: int) -> None:
+        counts.clear(index)
+        if board is not None:
+            board.clear(index)
+
+    processes = ApiProcesses(count, make_launch, forget)
+    first = parallel.first_engine
+    owners = [OwnerLink(counts.are_others_busy) for _ in range(parallel.num_local_engines)]
     log_stats = not config.observability_config.disable_log_stats
     try:
         with WaitingRoom(listeners.sockets, listeners.tls, server.root_path or "", config.model_config.names[0]):
@@ -377,7 +391,7 @@ def serve_with_processes(
                 client_count=count + 1,
                 directory=directory,
                 meanwhile=processes.start,
-                engines=EngineSet(owners, reroute="never", first_engine=first),
+                engines=EngineSet(owners, router=Router(LeastWait(), board), reroute="never", first_engine=first),
             )
         processes.call_core = client.call_utility_async
         names = config.model_config.names

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from quire.frontend.metrics.collect.saturation import CostModel, StepCosts
+from quire.frontend.routing.load_board import RequestCounts
 from quire.wire.stats import SchedulerStats
 
 Reason = Literal["wait", "prefix", "bound", "turn", "session", "rank"]
@@ -22,43 +23,65 @@ PROMPT_TOKEN_S = 5e-5
 STEP_S = 1e-3
 ROW_S = 1e-4
 """Costs of a prompt token, of a step and of each row in it, until an engine's own are known."""
-MIN_STEPS = 32
+MIN_STEPS = 512
+"""Steps before costs are fitted: a few, all of one size, show no cost per row, and equal engines would seem unlike."""
 REFIT_INTERVAL_S = 10.0
 NO_ROOM_S = 1.0
 """Wait that is expected where the blocks of the prompt do not fit beside those in use."""
 LOAD_FACTOR = 1.25
 """No engine gets a request if it then has more than this times the mean, plus 1."""
 TIE_S = 0.002
-TIE_SHARE = 0.1
+TIE_SHARE = 0.25
 """Waits are equal if they differ by less than `TIE_S`, and by less than this share of the shorter one."""
 
 
 class EngineLoad:
-    """Load of one engine: the requests this client has there, and the cost of its steps, learnt from its statistics."""
+    """Load of one engine: the requests it has, of this client and of others, and the cost of its steps, learnt from its
+    statistics."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.num_running = 0
-        """Requests that have had a token."""
+        """Requests of this client that have had a token."""
         self.num_waiting = 0
+        """Its others."""
         self.num_queued_tokens = 0
-        """Prompt tokens of the waiting requests that are not expected to be cached."""
+        """Prompt tokens of the waiting ones that are not expected to be cached."""
+        self.others = RequestCounts()
+        """Requests of other clients, as of the last choice."""
         self.kv_usage = 0.0
         self.num_tokens_of_cache = 0
         """Tokens that fit into the KV cache; 0 if unknown."""
         self._costs = StepCosts()
-        self._model: CostModel | None = None
+        self.model: CostModel | None = None
+        """Costs of its steps; None if unknown."""
         self._num_steps = 0
         self._last_ts = self._fitted_ts = 0.0
         self._was_busy = False
 
     @property
-    def num_requests(self) -> int:
+    def own_counts(self) -> RequestCounts:
         """Requests of this client at the engine."""
+        return RequestCounts(self.num_running, self.num_waiting, self.num_queued_tokens)
+
+    @property
+    def num_own_requests(self) -> int:
+        """Their number."""
         return self.num_running + self.num_waiting
 
-    def note_step(self, timestamp: float, stats: SchedulerStats) -> None:
-        """Learns from the statistics of a step, which ended at `timestamp` on the engine's clock."""
+    @property
+    def num_all_waiting(self) -> int:
+        """Requests at the engine that have had no token."""
+        return self.num_waiting + self.others.num_waiting
+
+    @property
+    def num_requests(self) -> int:
+        """Requests at the engine."""
+        return self.num_running + self.others.num_running + self.num_all_waiting
+
+    def note_step(self, timestamp: float, stats: SchedulerStats) -> bool:
+        """Learns from the statistics of a step, which ended at `timestamp` on the engine's clock. Returns whether the
+        costs were fitted again."""
         self.kv_usage = stats.kv_cache_usage
         num_prompt = max(0, stats.num_scheduled_tokens - stats.num_decoded_reqs)
         if self._was_busy and timestamp > self._last_ts and (num_prompt or stats.num_decoded_reqs):
@@ -67,18 +90,20 @@ class EngineLoad:
         self._last_ts = timestamp
         self._was_busy = bool(stats.num_running_reqs or stats.num_waiting_reqs)
         if self._num_steps >= MIN_STEPS and timestamp > self._fitted_ts + REFIT_INTERVAL_S:
-            self._model, self._fitted_ts = self._costs.fit(), timestamp
+            self.model, self._fitted_ts = self._costs.fit(), timestamp
+            return True
+        return False
 
     @property
     def prompt_token_s(self) -> float:
         """Seconds of each prompt token."""
-        return PROMPT_TOKEN_S if self._model is None else self._model.prompt_token
+        return PROMPT_TOKEN_S if self.model is None else self.model.prompt_token
 
     def predict_wait(self, num_tokens: int, num_cached: int) -> float:
         """Returns the seconds until the first token of a further request of `num_tokens` tokens."""
-        num_prompt = self.num_queued_tokens + num_tokens - num_cached
+        num_prompt = self.num_queued_tokens + self.others.num_queued_tokens + num_tokens - num_cached
         num_rows = self.num_requests + 1
-        step_s = STEP_S + num_rows * ROW_S if self._model is None else self._model.decoding_step(num_rows)
+        step_s = STEP_S + num_rows * ROW_S if self.model is None else self.model.decoding_step(num_rows)
         wait = num_prompt * self.prompt_token_s + step_s
         room = self.num_tokens_of_cache * (1.0 - self.kv_usage)
         return wait + NO_ROOM_S if self.num_tokens_of_cache and num_tokens - num_cached > room else wait
@@ -157,7 +182,7 @@ class VllmScore(RoutingPolicy):
 
         def score(i: int) -> float:
             load = loads[i]
-            return load.num_requests + load.num_waiting * 6 * max(0.0, load.kv_usage - 0.5)
+            return load.num_requests + load.num_all_waiting * 6 * max(0.0, load.kv_usage - 0.5)
 
         return min(order, key=score), "wait"
 

@@ -1,9 +1,10 @@
 """Places requests on engines: what this client has where, what each engine has cached, and the policy that chooses.
 
 `Router` follows every request from its placement to its end, so that the load of an engine is exact at every choice,
-without a message from the engine. `PrefixDirectory` remembers the exact hashes of the prompts that were sent to an
-engine: as many as it has blocks, the least recently used forgotten first, which is what the engine's own cache does.
-What an engine evicted otherwise is not known here; an error costs time, never a token. Both know no link and no socket.
+without a message from the engine; a `LoadBoard` has the load of other API processes. `PrefixDirectory` remembers the
+exact hashes of the prompts that were sent to an engine: as many as it has blocks, the least recently used forgotten
+first, which is what the engine's own cache does. What an engine evicted otherwise, or got from another client, is not
+known here; an error costs time, never a token. Both know no link and no socket.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
+from quire.frontend.routing.load_board import LoadBoard
 from quire.frontend.routing.policy import EngineLoad, Reason, Routed, RoutingPolicy
 from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
@@ -112,13 +114,15 @@ class _Placed(NamedTuple):
 
 
 class Router:
-    """Router of one client. `decisions` counts the reasons of its choices."""
+    """Router of one client. `decisions` counts the reasons of its choices. `board` has the load that other clients give
+    to the same engines, if there are any."""
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(self, policy: RoutingPolicy, board: LoadBoard | None = None) -> None:
         self.decisions: Counter[Reason] = Counter()
         self.num_expected_cached_tokens = 0
         """Tokens of placed requests that were expected in the engine's prefix cache."""
         self._policy = policy
+        self._board = board
         self._loads: dict[int, EngineLoad] = {}
         self._directory = PrefixDirectory()
         self._block_size = 0
@@ -134,6 +138,7 @@ class Router:
         """Records that an engine is ready, with an empty cache."""
         load = self._load(engine)
         load.num_tokens_of_cache, load.kv_usage = ready.kv_cache_size_tokens, 0.0
+        self._show_facts(load, is_fitted=False)
         self._block_size = ready.block_size
         if self._policy.reads_prefixes:
             self._directory.open(engine, ready.num_gpu_blocks)
@@ -146,22 +151,42 @@ class Router:
         """Learns from the statistics of a step."""
         load = self._loads.get(outputs.engine_index)
         if load is not None and outputs.scheduler_stats is not None:
-            load.note_step(outputs.timestamp, outputs.scheduler_stats)
+            self._show_facts(load, is_fitted=load.note_step(outputs.timestamp, outputs.scheduler_stats))
 
     def predict_wait(self, engine: int, num_tokens: int) -> float:
         """Returns the seconds until the first token of a request at an engine that has none of it cached."""
-        return self._load(engine).predict_wait(num_tokens, 0)
+        load = self._load(engine)
+        self._look_at(load)
+        return load.predict_wait(num_tokens, 0)
 
     def num_requests(self, engine: int) -> int:
-        """Returns the number of requests that are placed at an engine."""
+        """Returns the number of this client's requests that are placed at an engine."""
         load = self._loads.get(engine)
-        return 0 if load is None else load.num_requests
+        return 0 if load is None else load.num_own_requests
 
     def _load(self, engine: int) -> EngineLoad:
         load = self._loads.get(engine)
         if load is None:
             load = self._loads[engine] = EngineLoad(engine)
         return load
+
+    def _look_at(self, load: EngineLoad) -> None:
+        """Takes in what other clients have at an engine."""
+        board = self._board
+        if board is not None:
+            load.others = board.get_others(load.index)
+            if not board.writes_facts:
+                load.kv_usage, model = board.get_facts(load.index)
+                load.model = model or load.model
+
+    def _show(self, load: EngineLoad) -> None:
+        """Shows other clients what this one has at an engine."""
+        if self._board is not None:
+            self._board.put_counts(load.index, load.own_counts)
+
+    def _show_facts(self, load: EngineLoad, *, is_fitted: bool) -> None:
+        if self._board is not None and self._board.writes_facts:
+            self._board.put_facts(load.index, load.kv_usage, load.model if is_fitted else None)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +203,8 @@ class Router:
         if chosen is None:
             key = int.from_bytes((hashes[0] if hashes else _digest(request))[:8], "little")
             loads = [self._load(engine) for engine in engines]
+            for load in loads:
+                self._look_at(load)
             position, reason = self._policy.choose(Routed(num_tokens, key, cached), loads)
         else:
             position, reason = chosen
@@ -211,6 +238,7 @@ class Router:
         self._waiting[request_id] = _Placed(load, num_tokens)
         load.num_waiting += 1
         load.num_queued_tokens += num_tokens
+        self._show(load)
 
     def note_token(self, request_id: str) -> None:
         """Records the first token of a request at its engine."""
@@ -219,6 +247,7 @@ class Router:
             placed.load.num_waiting -= 1
             placed.load.num_queued_tokens -= placed.num_tokens
             placed.load.num_running += 1
+            self._show(placed.load)
             self._running[request_id] = placed.load
 
     def remove(self, request_id: str) -> None:
@@ -227,6 +256,7 @@ class Router:
         load = self._running.pop(request_id, None)
         if load is not None:
             load.num_running -= 1
+            self._show(load)
 
     def placed_at(self, engine: int) -> list[str]:
         """Returns the requests that are placed at an engine."""

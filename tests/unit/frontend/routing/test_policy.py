@@ -88,7 +88,7 @@ def test_costs_are_learnt_from_the_steps() -> None:
         now += 0.010 * rows + 0.001 * prompt
         stats = SchedulerStats(rows, num_scheduled_tokens=rows + prompt, num_decoded_reqs=rows)
         load.note_step(now, stats)
-    load._model = load._costs.fit()
+    load.model = load._costs.fit()
     assert load.predict_wait(100, 0) - load.predict_wait(0, 0) == pytest.approx(0.1, rel=0.2)
     load.num_running = 4
     assert load.predict_wait(0, 0) == pytest.approx(0.05, rel=0.3)
