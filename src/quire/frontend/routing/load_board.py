@@ -1,6 +1,6 @@
 """Loads that the API processes of a server share, so that each routes by the requests of all.
 
-A process writes the counts of its own requests at each engine, at every change, into its row of a shared page; no process
+A process writes the counts of its own requests at each engine, at every change, into its row of a shared page; none
 waits for a message of an engine. The process that starts the engines, which gets the statistics of their steps, writes
 the use of each cache and the costs of its steps.
 """
