@@ -50,6 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("chat", "quire.cli.chat:", "Talk to a model in the terminal."),
     Command("batch", "quire.cli.batch:", "Run a file of OpenAI batch requests; resumable."),
     Command("replay", "quire.cli.replay:", "Replay a recording without a model; predict other settings."),
+    Command("plan", "quire.cli.plan:", "Predict how many engines a recorded load needs."),
     Command("info", "quire.cli.info:", "Print what would be loaded, and whether it fits."),
     Command("pull", "quire.cli.pull:", "Download a model from the hub."),
     Command("list", "quire.cli.pull:list_", "List the models that have been downloaded."),

@@ -18,9 +18,10 @@ from quire.cli.replay import CHANGES, NOT_OURS
 from quire.config.engine_args import FLAGS, EngineArgs
 from quire.engine.recording.format import HASH_BYTES, IS_POOLING, RecordingReader
 from quire.errors import ConfigError
+from quire.replay.figures import Figures, measure
 from quire.replay.step_times import PART_NAMES, StepTimes, fit_step_times
 from quire.replay.study import RecordedRequest, Study, study
-from quire.replay.what_if import Changes, Figures, measure, predict
+from quire.replay.what_if import Changes, predict
 from quire.resolve import resolve
 from quire.sampling_params import RequestOutputKind, SamplingParams
 

@@ -25,6 +25,10 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+def test_the_error_of_a_plan() -> None:
+    assert "| TTFT p50, ms |" in run("-m", "benchmarks.plan", "--rounds=1", "--requests=30")
+
+
 def test_what_metrics_cost() -> None:
     assert "cpu_share_at_20_hz" in run("-m", "benchmarks.metrics_cost", "--requests=4", "--scrapes=4", "--steps=8")
 

@@ -11,9 +11,10 @@ import pytest
 from quire.engine.recording.format import AnyEvent, Header
 from quire.engine.request import RequestStatus
 from quire.errors import ConfigError
+from quire.replay.figures import Figures, measure
 from quire.replay.step_times import Pace, StepTimes, StepWork, fit_step_times, solve_nnls
 from quire.replay.study import study
-from quire.replay.what_if import Changes, Figures, measure, predict
+from quire.replay.what_if import Changes, predict
 from tests.unit.engine.harness import Engine, make_request, make_scheduler
 from tests.unit.engine.recording.recorded import make_header, watch
 
