@@ -100,8 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """QUIRE_CACHE_ROOT, for the processes that tests start, too."""
-    root = tmp_path_factory.mktemp("cache")
+    """QUIRE_CACHE_ROOT, for the processes that tests start, too. Workers share the verdicts on instruction sets."""
+    root, trials = tmp_path_factory.mktemp("cache"), shared_directory(tmp_path_factory) / "trials"
+    trials.mkdir(exist_ok=True)
+    (root / "trials").symlink_to(trials)
     before = os.environ.get("QUIRE_CACHE_ROOT")
     os.environ["QUIRE_CACHE_ROOT"] = str(root)
     yield root
