@@ -50,7 +50,7 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether functions are noted. While they are not, this thread is as quick as ever."""
+        """True while functions are noted; otherwise this thread is as quick as ever."""
         return self._is_on
 
     @is_on.setter

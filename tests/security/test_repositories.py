@@ -24,7 +24,7 @@ MAX_GROWTH_MIB = 256.0
 
 
 Line = dict[str, Any]
-"""What the loader says of a repository."""
+"""Report of the loader on a repository."""
 
 
 @pytest.fixture(scope="module")

@@ -114,8 +114,8 @@ def make_prompts(lengths: Sequence[int] = PROMPT_LENS) -> list[list[int]]:
 def test_logits_do_not_depend_on_company_chunks_preemption_or_threads(
     family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a family repeats the kernels of others, under one schedule."""
-    less: dict[str, Any] = {"seeds": (2,), "nums_drafts": (16,), "lengths": (2, 17, 50, 261)}
+    """Where a family repeats the kernels of others, under one schedule and in one engine."""
+    less: dict[str, Any] = {"seeds": (2,), "nums_drafts": (16,), "lengths": (2, 17, 50, 261), "alone_on": 3}
     if family in EVERY_KIND or ALL_ROWS:
         less = {}
     check_invariance(tiny_checkpoint(family), dtype, library, monkeypatch, **less)
@@ -142,18 +142,25 @@ def check_invariance(
     seeds: Sequence[int] = (1, 2),
     nums_drafts: Sequence[int] = (1, 4, 8, 16),
     lengths: Sequence[int] = PROMPT_LENS,
+    alone_on: int = 1,
 ) -> None:
+    """`alone_on` is the number of threads that compute requests alone; together they are computed on 3."""
     prompts, instruction_set = make_prompts(lengths), library.instruction_sets()[0]
-    one_thread = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 1, instruction_set)), monkeypatch)
+
+    def start(num_threads: int) -> LogitsOfRequests:
+        kernels = NativeKernels(Context(library, num_threads, instruction_set))
+        return LogitsOfRequests(path, dtype, kernels, monkeypatch)
+
+    alone_engine = start(alone_on)
     with monkeypatch.context() as patch:
         patch.setattr(native_backend, "MAX_PLANNED_TOKENS", 0)  # module by module; what follows is planned
-        alone, _ = one_thread.run(prompts, seed=0, max_num_reqs=1)
+        alone, _ = alone_engine.run(prompts, seed=0, max_num_reqs=1)
     assert len({rows[-1].tolist().__repr__() for rows in alone}) == len(prompts)
     prompt = prompts[lengths.index(17)]
-    logits, tokens = one_thread.decode(prompt, 0, [])
+    logits, tokens = alone_engine.decode(prompt, 0, [])
     assert torch.equal(logits[:OUTPUT_LEN], alone[lengths.index(17)])
     assert not torch.equal(logits[-1], logits[-2])
-    three_threads = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 3, instruction_set)), monkeypatch)
+    three_threads = alone_engine if alone_on == 3 else start(3)
     num_preemptions = 0
     for seed in seeds:
         together, n = three_threads.run(prompts, seed, MAX_REQS)

@@ -20,10 +20,8 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-STEP = 16
-"""Units charged for an iteration of a loop, or a call; a character costs one."""
-MACRO = 64
-"""Units charged for a call of a macro, which takes as long as many iterations."""
+STEP, MACRO = 16, 64
+"""Units charged for an iteration of a loop or a call, and for a call of a macro; a character costs one."""
 BASE_UNITS = 1 << 22
 UNITS_PER_CHAR = 64
 """Units per character of the conversation: a template reads it a few times."""
