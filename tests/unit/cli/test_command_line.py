@@ -55,12 +55,12 @@ def test_every_flag_in_every_spelling(spec: FlagSpec, engine_line: CommandLine) 
                 assert engine_line.parse(argv)[spec.name] is value
         return
     text, value = sample(spec)
+    held = [value] if spec.is_list else value
     for argv in ([dashes, text], [underscores, text], [f"{dashes}={text}"], [f"{underscores}={text}"]):
         args = engine_line.parse(argv)
-        held = [value] if spec.is_list else value
         assert args[spec.name] == held
         assert args.given == {spec.name: held}
-        assert getattr(engine_args(args), spec.name) == ((value,) if spec.is_list else value)
+    assert getattr(engine_args(args), spec.name) == ((value,) if spec.is_list else value)
 
 
 def test_nothing_given_is_every_default() -> None:
