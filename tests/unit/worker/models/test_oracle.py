@@ -15,6 +15,7 @@ from torch import nn
 
 from quire.errors import UnsupportedModelError
 from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model
+from tests.rows import each_family
 
 from .oracle import load, quire_logits, transformers_model
 
@@ -120,7 +121,7 @@ of latents before attention, which Quire does not (deepseek, glm4_moe_lite); the
 one (llama4_text)."""
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
+@pytest.mark.parametrize("family", each_family([family for family in FAMILIES if family not in OTHER_SUMS]))
 @pytest.mark.usefixtures("_matmul_rows_are_independent")
 def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
     """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
@@ -133,7 +134,7 @@ def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: M
     assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
 
 
-@pytest.mark.parametrize("family", sorted(OTHER_SUMS - {"codegen", "gpt_neo"}))  # their scores are float32
+@pytest.mark.parametrize("family", each_family(sorted(OTHER_SUMS - {"codegen", "gpt_neo"})))  # their scores are float32
 def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_checkpoint: Make) -> None:
     """Over several texts where there are experts: one that is chosen otherwise changes a text's errors by a lot."""
     path = tiny_checkpoint(family)
