@@ -6,6 +6,7 @@ others.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import core as hypothesis_core
 
 from tests.checkpoints import MakeCheckpoint, shared_checkpoints
+from tests.logs import capture_few_loggers
 from tests.rows import ALL_ROWS, keep_pairwise
 from tests.seeds import BASE_SEED, FRESH, examples, seed_of
 from tests.times import COVERED, Times
@@ -40,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    capture_few_loggers()
     config.pluginmanager.register(Times(config), "times")
     num_workers = config.getoption("--workers")
     if num_workers > 1:
@@ -73,13 +76,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_one_tier and collection_path not in tests_of(first) else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[Any]:
+    """Collects tests without collecting garbage: what is imported is none, and takes long to walk again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("fresh")
     if not ALL_ROWS:
-        rows = [item for item in items if item.path.is_relative_to(_HERE / "unit" / "worker")]
+        rows = [item for item in items if item.nodeid.startswith("tests/unit/worker/")]
         dropped = set(rows).difference(keep_pairwise(rows))
         config.hook.pytest_deselected(items=[item for item in rows if item in dropped])
         items[:] = [item for item in items if item not in dropped]
@@ -87,8 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """QUIRE_CACHE_ROOT, for the processes that tests start, too."""
-    root = tmp_path_factory.mktemp("cache")
+    """QUIRE_CACHE_ROOT, for the processes that tests start, too. Workers share the verdicts on instruction sets."""
+    root, trials = tmp_path_factory.mktemp("cache"), shared_directory(tmp_path_factory) / "trials"
+    trials.mkdir(exist_ok=True)
+    (root / "trials").symlink_to(trials)
     before = os.environ.get("QUIRE_CACHE_ROOT")
     os.environ["QUIRE_CACHE_ROOT"] = str(root)
     yield root

@@ -215,6 +215,8 @@ def _work(
         while items or (file := _ask(pipe)) is not None:
             tests = items or files[file]
             items = []
+            if not gc.get_freeze_count():  # a test has thawed the heap
+                gc.freeze()
             # The session in the place of the test after a file's last: its fixtures stay, and no others do.
             for item, following in zip(tests, (*tests[1:], session), strict=True):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

@@ -44,13 +44,22 @@ class Recorder:
     """Notes each function of Quire when it is first called while `is_on`, in this thread and in threads made later."""
 
     def __init__(self) -> None:
-        self.is_on = False
+        self._is_on = False
         self._seen: dict[CodeType, None] = {}
         threading.setprofile(self._note)
-        sys.setprofile(self._note)
+
+    @property
+    def is_on(self) -> bool:
+        """True while functions are noted; otherwise this thread is as quick as ever."""
+        return self._is_on
+
+    @is_on.setter
+    def is_on(self, is_on: bool) -> None:
+        self._is_on = is_on
+        sys.setprofile(self._note if is_on else None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and self.is_on:
+        if event == "call" and self._is_on:
             self._seen.setdefault(frame.f_code)
 
     @property
@@ -163,7 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recorder = Recorder()
     (chat if options.http else generate)(recorder)
-    sys.setprofile(None)
     path = recorder.path
     if options.list:
         previous = ""

@@ -194,13 +194,11 @@ def _done(work: Callable[[], Any]) -> str:
 def main(argv: list[str]) -> None:
     root = Path(argv[0]).resolve()
     auditor = Auditor(root)
-    if "--self-check" in argv:
-        for name, work in misdeeds(root).items():
-            report(name, lambda work=work: _done(work), auditor)  # type: ignore[misc]
-        return
     print(__version__, torch.__version__, file=sys.stderr)
-    for directory in sorted((root / "repositories").iterdir()):
+    for directory in sorted(path for path in (root / "repositories").iterdir() if path.is_dir()):
         report(directory.name, lambda directory=directory: load(directory), auditor)  # type: ignore[misc]
+    for name, work in misdeeds(root).items():
+        report(name, lambda work=work: _done(work), auditor)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class Traffic:
         assert tokens == right, f"{request.request_id} with {lora.lora_name}"
 
 
-@pytest.mark.parametrize("num_requests", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_ten_thousand_adapters_in_the_memory_of_a_hundred(num_requests: int) -> None:
     traffic = Traffic(seed=1)
     registered = [RegisteredAdapter(lora, 1, "0" * 64) for lora in traffic.loras]

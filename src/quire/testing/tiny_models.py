@@ -452,12 +452,20 @@ _HEADS: Mapping[str, str] = {
 def make_tiny_checkpoint(
     path: Path, family: str, *, head: str | None = None, seed: int = 0, dtype: str = "float32", **config_overrides: Any
 ) -> Path:
-    """Writes a random checkpoint of `family` to the directory `path` and returns the directory. Equal arguments give
-    equal bytes.
+    """Writes a random checkpoint of `family` to directory `path` and returns it. Equal arguments give equal bytes.
 
     `head` is generate (the default of a decoder), embed (of an encoder), classify or token_classify. `config_overrides`
     replace fields of the family's tiny config (transformers' keyword names).
     """
+    import torch
+
+    make_tiny_model(family, head=head, seed=seed, **config_overrides).to(getattr(torch, dtype)).save_pretrained(path)
+    _write_tokenizer(path, marks_texts=family in _ENCODER_CONFIGS)
+    return path
+
+
+def make_tiny_model(family: str, *, head: str | None = None, seed: int = 0, **config_overrides: Any) -> Any:
+    """Returns transformers' model of the checkpoint that `make_tiny_checkpoint` writes, in float32."""
     import torch
     import transformers
 
@@ -471,9 +479,7 @@ def make_tiny_checkpoint(
         randomize(model)
     if head == "generate":
         model.generation_config.update(do_sample=False, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
-    model.to(getattr(torch, dtype)).save_pretrained(path)
-    _write_tokenizer(path, marks_texts=is_encoder)
-    return path
+    return model
 
 
 _TOKEN_TABLES = ("embed_tokens", "word_embeddings", "wte")

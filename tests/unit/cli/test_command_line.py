@@ -40,22 +40,27 @@ def sample(spec: FlagSpec) -> tuple[str, Any]:
     return "some text", "some text"
 
 
+@pytest.fixture(scope="module")
+def engine_line() -> CommandLine:
+    return line()
+
+
 @pytest.mark.parametrize("spec", FLAGS.values(), ids=FLAGS)
-def test_every_flag_in_every_spelling(spec: FlagSpec) -> None:
+def test_every_flag_in_every_spelling(spec: FlagSpec, engine_line: CommandLine) -> None:
     dashes, underscores = spec.option, "--" + spec.name
     if spec.is_switch:
         spellings = {True: [[dashes], [underscores]], False: [["--no-" + dashes[2:]], ["--no_" + underscores[2:]]]}
         for value, variants in spellings.items():
             for argv in variants:
-                assert line().parse(argv)[spec.name] is value
+                assert engine_line.parse(argv)[spec.name] is value
         return
     text, value = sample(spec)
+    held = [value] if spec.is_list else value
     for argv in ([dashes, text], [underscores, text], [f"{dashes}={text}"], [f"{underscores}={text}"]):
-        args = line().parse(argv)
-        held = [value] if spec.is_list else value
+        args = engine_line.parse(argv)
         assert args[spec.name] == held
         assert args.given == {spec.name: held}
-        assert getattr(engine_args(args), spec.name) == ((value,) if spec.is_list else value)
+    assert getattr(engine_args(args), spec.name) == ((value,) if spec.is_list else value)
 
 
 def test_nothing_given_is_every_default() -> None:

@@ -203,15 +203,12 @@ def test_a_full_disk_is_told_in_one_line() -> None:
     assert done.stderr == b"quire: error: the output cannot be written: No space left on device\n"
 
 
-def test_a_bad_checkpoint_is_told_once(tmp_path: Path) -> None:
+def test_a_bad_checkpoint_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     demo = Path(main_module.__file__).parents[1] / "assets" / "demo"
     for file in demo.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
-    environment = {**os.environ, "PYTHONPATH": str(Path(main_module.__file__).parents[2])}
-    command = [sys.executable, "-m", "quire", "complete", "hi", "--model", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    assert main(["complete", "hi", "--model", str(tmp_path)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("quire: error: ")
     assert line.endswith("its header needs 6032 bytes and the file has 1000; download it again")
 

@@ -17,7 +17,7 @@ def test_the_default_suite_has_constant_seeds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(seeds, "FRESH", False)
     assert seeds.seeds(3) == [0, 1, 2]
     assert seeds.seed_of(17) == 17
-    assert (seeds.volume(1000), seeds.examples(60)) == (1000, 60)
+    assert (seeds.volume(1000), seeds.examples(60), seeds.examples(7)) == (1000, 30, 4)
 
 
 def test_fresh_seeds_follow_from_the_base_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

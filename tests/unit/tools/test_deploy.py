@@ -47,6 +47,7 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
 def rules() -> list[dict[str, Any]]:
     document = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
     return [rule for group in document["groups"] for rule in group["rules"]]

@@ -105,17 +105,19 @@ class LogitsOfRequests:
         return [torch.stack(rows) for rows in logits], scheduler.num_preemptions
 
 
-def make_prompts() -> list[list[int]]:
+def make_prompts(lengths: Sequence[int] = PROMPT_LENS) -> list[list[int]]:
     rng = random.Random(4)
-    return [rng.choices(range(6, VOCAB_SIZE), k=n) for n in PROMPT_LENS]
+    return [rng.choices(range(6, VOCAB_SIZE), k=n) for n in lengths]
 
 
 @pytest.mark.parametrize(("family", "dtype"), family_rows(FAMILIES, ("bfloat16", "float32")))
 def test_logits_do_not_depend_on_company_chunks_preemption_or_threads(
     family: str, dtype: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a family repeats the kernels of others, under one schedule."""
-    less: dict[str, Any] = {} if family in EVERY_KIND or ALL_ROWS else {"seeds": (2,), "nums_drafts": (4, 16)}
+    """Where a family repeats the kernels of others, under one schedule and in one engine."""
+    less: dict[str, Any] = {"seeds": (2,), "nums_drafts": (16,), "lengths": (2, 17, 50, 261), "alone_on": 3}
+    if family in EVERY_KIND or ALL_ROWS:
+        less = {}
     check_invariance(tiny_checkpoint(family), dtype, library, monkeypatch, **less)
 
 
@@ -139,18 +141,26 @@ def check_invariance(
     monkeypatch: pytest.MonkeyPatch,
     seeds: Sequence[int] = (1, 2),
     nums_drafts: Sequence[int] = (1, 4, 8, 16),
+    lengths: Sequence[int] = PROMPT_LENS,
+    alone_on: int = 1,
 ) -> None:
-    prompts, instruction_set = make_prompts(), library.instruction_sets()[0]
-    one_thread = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 1, instruction_set)), monkeypatch)
+    """`alone_on` is the number of threads that compute requests alone; together they are computed on 3."""
+    prompts, instruction_set = make_prompts(lengths), library.instruction_sets()[0]
+
+    def start(num_threads: int) -> LogitsOfRequests:
+        kernels = NativeKernels(Context(library, num_threads, instruction_set))
+        return LogitsOfRequests(path, dtype, kernels, monkeypatch)
+
+    alone_engine = start(alone_on)
     with monkeypatch.context() as patch:
         patch.setattr(native_backend, "MAX_PLANNED_TOKENS", 0)  # module by module; what follows is planned
-        alone, _ = one_thread.run(prompts, seed=0, max_num_reqs=1)
+        alone, _ = alone_engine.run(prompts, seed=0, max_num_reqs=1)
     assert len({rows[-1].tolist().__repr__() for rows in alone}) == len(prompts)
-    prompt = prompts[PROMPT_LENS.index(17)]
-    logits, tokens = one_thread.decode(prompt, 0, [])
-    assert torch.equal(logits[:OUTPUT_LEN], alone[PROMPT_LENS.index(17)])
+    prompt = prompts[lengths.index(17)]
+    logits, tokens = alone_engine.decode(prompt, 0, [])
+    assert torch.equal(logits[:OUTPUT_LEN], alone[lengths.index(17)])
     assert not torch.equal(logits[-1], logits[-2])
-    three_threads = LogitsOfRequests(path, dtype, NativeKernels(Context(library, 3, instruction_set)), monkeypatch)
+    three_threads = alone_engine if alone_on == 3 else start(3)
     num_preemptions = 0
     for seed in seeds:
         together, n = three_threads.run(prompts, seed, MAX_REQS)
@@ -169,7 +179,8 @@ def check_invariance(
 
 # -- adapters ------------------------------------------------------------------------------------------------------
 
-RANKS = (1, 4, 16, 100, 512)
+RANKS = {True: (1, 4, 16, 100, 512), False: (4, 100)}
+"""Ranks of adapters by whether the instruction set is the best: tests/unit/worker/kernels tries all ranks on each."""
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
@@ -196,10 +207,11 @@ def test_nor_on_the_adapters_of_others(
 ) -> None:
     """A request with an adapter: alone, among requests of the base model and of other adapters, in chunks, preempted,
     planned, on other threads. A request without: also in an engine without adapters."""
-    path, prompts, flags = tiny_checkpoint("llama"), make_prompts()[2:6], FORMS[form]
+    is_best = instruction_set == INSTRUCTION_SETS[0] or ALL_ROWS
+    path, prompts, flags = tiny_checkpoint("llama"), make_prompts()[2 : 6 if is_best else 4], FORMS[form]
     directories = {
         str(rank): write_adapter(tmp_path / str(rank), adapter_tensors(rank, rank, scale=0.3 / rank**0.5), r=rank)
-        for rank in RANKS
+        for rank in RANKS[is_best]
     }
 
     def start(num_threads: int, **more: Any) -> tuple[LoRAWorker, dict[str, LoRARequest]]:

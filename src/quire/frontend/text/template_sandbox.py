@@ -20,8 +20,8 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-STEP = 16
-"""Units charged for an iteration of a loop, or a call; a character costs one."""
+STEP, MACRO = 16, 64
+"""Units charged for an iteration of a loop or a call, and for a call of a macro; a character costs one."""
 BASE_UNITS = 1 << 22
 UNITS_PER_CHAR = 64
 """Units per character of the conversation: a template reads it a few times."""
@@ -211,7 +211,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja
         """Charges and makes a call in a template."""
-        _spend(STEP)
+        _spend(MACRO if isinstance(__obj, jinja2.runtime.Macro) else STEP)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str | bytes):
             if name in _TAKES_WIDTH:

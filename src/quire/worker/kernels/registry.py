@@ -53,7 +53,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -
     return NativeKernels(Context(library, num_threads, instruction_set))
 
 
-TRIAL = "quire.worker.kernels.trial"
+TRIAL = "import sys, quire.worker.lean_torch; from quire.worker.kernels.trial import main; sys.exit(main())"
 ON_TRIAL = frozenset({"amx"})
 """Instruction sets that none of our machines has. `QUIRE_CPU_KERNELS` uses one of them without a trial."""
 TIMEOUT_S = 120.0
@@ -93,7 +93,7 @@ def run_trial(candidate: str, reference: str, timeout_s: float = TIMEOUT_S) -> t
     """Runs a process that compares the two. Returns ({"agrees", "why"}, True if another trial would have the same
     result)."""
     logger.info("trying the %s kernels on this CPU, once", candidate)
-    command = [sys.executable, "-P", "-m", TRIAL, candidate, reference]
+    command = [sys.executable, "-P", "-c", TRIAL, candidate, reference]
     environment = {**os.environ, "PYTHONPATH": search_path()}
     try:
         done = subprocess.run(

@@ -84,6 +84,7 @@ class FieldFuzzer:
         _, self._schemas = msgspec.json.schema_components(kinds, ref_template=REF)
         self._large = [Value(text) for text in (LONG_TEXT, LONG_LIST) if len(text) <= max_text]
         self._values = {kind: self._values_of_fields(kind) for kind in kinds}
+        self._good = {kind: {n: json.dumps(v) for n, v in self.good_body(kind).items()} for kind in kinds}
 
     def good_body(self, kind: type) -> dict[str, Any]:
         """The least a body of this kind must hold, and little work."""
@@ -129,8 +130,7 @@ class FieldFuzzer:
 
     def _case(self, endpoint: Endpoint, changed: Mapping[str, Value], *, repeats: bool = False) -> Case:
         kind = _kind(endpoint)
-        texts = {name: json.dumps(value) for name, value in self.good_body(kind).items()}
-        parts = [f'"{name}":{text}' for name, text in texts.items() if repeats or name not in changed]
+        parts = [f'"{name}":{text}' for name, text in self._good[kind].items() if repeats or name not in changed]
         parts += [f'"{name}":{value.text}' for name, value in changed.items()]
         verdicts = {value.is_good for value in changed.values()}
         if False in verdicts:

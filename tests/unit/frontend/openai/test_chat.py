@@ -231,7 +231,7 @@ def test_usage_has_the_tokens_of_a_prediction() -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 
     async def test(server: Server) -> None:
-        body: dict[str, Any] = {"messages": HI, "max_tokens": 40, "temperature": 0}
+        body: dict[str, Any] = {"messages": HI, "max_tokens": 20, "temperature": 0}
         found = await server.answer(PATH, **body)
         assert found["usage"]["completion_tokens_details"] is None
         text = found["choices"][0]["message"]["content"]

@@ -26,8 +26,8 @@ from .field_fuzzer import Case, FieldFuzzer
 from .serving import Server, check
 from .test_fields import ENDPOINTS
 
-NUM_MIXTURES = volume(3_000)
-NUM_SERVED = 20_000 if FRESH else 500
+NUM_MIXTURES = volume(1_500)
+NUM_SERVED = 20_000 if FRESH else 300
 CANARY = {"prompt": [40, 41, 42], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 LEAKS = re.compile(r"Traceback|0x[0-9a-f]{6,}|/(?:home|root|usr|work|tmp)/|\.py\b")
 FUZZER = FieldFuzzer(ENDPOINTS)

@@ -237,7 +237,7 @@ def test_each_way_to_attend(make_kernels: MakeKernels, fixed: dict[str, Any], dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_long_context_split_among_threads(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
     scene = make_scene(
-        1, kv_heads=2, group=7, head_size=64, block_size=16, dtype=dtype, window=None, sinks=False, lengths=[1420, 3]
+        1, kv_heads=2, group=2, head_size=64, block_size=16, dtype=dtype, window=None, sinks=False, lengths=[1420, 3]
     )
     schedule = [[(0, 1400)], *([[(0, 1), (1, 1)]] * 3), *([[(0, 1)]] * 17)]
     whole = PagedRun(NativeAttentionBackend(make_kernels(1)), scene, 0).run(one_by_one(scene))

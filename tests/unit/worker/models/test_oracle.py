@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from quire.errors import UnsupportedModelError
-from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE
+from quire.testing.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model
+from tests.rows import each_family
 
 from .oracle import load, quire_logits, transformers_model
 
@@ -57,7 +59,10 @@ kept_oracle = lru_cache(maxsize=2 * len(FAMILIES))(transformers_model)
 
 def assert_same_logits(path: Path, *lengths: int, oracle_path: Path | None = None, **fields: Any) -> None:
     """Quire's model of `path` and transformers' of `oracle_path` agree on random prompts of these lengths."""
-    model, oracle = kept_model(path, **fields), kept_oracle(oracle_path or path)
+    compare_logits(kept_model(path, **fields), kept_oracle(oracle_path or path), lengths)
+
+
+def compare_logits(model: nn.Module, oracle: Any, lengths: Sequence[int]) -> None:
     for length in lengths:
         token_ids, expected = logits_without_ties(oracle, length)
         torch.testing.assert_close(quire_logits(model, token_ids), expected, rtol=0, atol=TOLERANCE)
@@ -116,7 +121,7 @@ of latents before attention, which Quire does not (deepseek, glm4_moe_lite); the
 one (llama4_text)."""
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_SUMS])
+@pytest.mark.parametrize("family", each_family([family for family in FAMILIES if family not in OTHER_SUMS]))
 @pytest.mark.usefixtures("_matmul_rows_are_independent")
 def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: Make) -> None:
     """The two differ by far less than either differs from float32 (only Gemma's soft cap differs: ours is float32)."""
@@ -129,7 +134,7 @@ def test_bfloat16_rounds_where_transformers_does(family: str, tiny_checkpoint: M
     assert (ours - theirs).abs().mean() < 0.05 * (theirs - exact).abs().mean()
 
 
-@pytest.mark.parametrize("family", sorted(OTHER_SUMS - {"codegen", "gpt_neo"}))  # their scores are float32
+@pytest.mark.parametrize("family", each_family(sorted(OTHER_SUMS - {"codegen", "gpt_neo"})))  # their scores are float32
 def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tiny_checkpoint: Make) -> None:
     """Over several texts where there are experts: one that is chosen otherwise changes a text's errors by a lot."""
     path = tiny_checkpoint(family)
@@ -310,11 +315,12 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "overrides"), [v[1:] for v in VARIANTS], ids=[f"{v[1]}: {v[0]}" for v in VARIANTS])
-def test_a_variant_has_the_logits_of_transformers(
-    family: str, overrides: dict[str, Any], tiny_checkpoint: Make
-) -> None:
-    lengths = (5, 200) if "rope_parameters" in overrides else (200,)
-    assert_same_logits(tiny_checkpoint(family, **overrides), *lengths)
+def test_a_variant_has_the_logits_of_transformers(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """The oracle is the model that wrote the checkpoint."""
+    oracle = make_tiny_model(family, **overrides).eval()
+    oracle.save_pretrained(tmp_path)
+    oracle.set_attn_implementation("eager")
+    compare_logits(load(tmp_path), oracle, (5, 200) if "rope_parameters" in overrides else (200,))
 
 
 def test_longrope_takes_the_long_factors_when_the_context_is_long(tiny_checkpoint: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,11 @@ def test_new_weights_may_be_stored_in_another_way(tiny_checkpoint: Make, tmp_pat
     assert torch.allclose(before, quire_logits(load(plain), TOKENS), atol=1e-3)
 
 
+@pytest.fixture(scope="module")
+def stored_gptq(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path_factory.mktemp("gptq"), *CASES["gptq"])[0]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -262,10 +268,12 @@ def test_new_weights_may_be_stored_in_another_way(tiny_checkpoint: Make, tmp_pat
         (compressed_config("pack-quantized", 4, "group", True), "int8 activations with weights of"),
     ],
 )
-def test_formats_that_cannot_be_read(tiny_checkpoint: Make, tmp_path: Path, config: Any, message: str) -> None:
-    stored, _ = quantize_checkpoint(tiny_checkpoint("llama", **SIZES), tmp_path, zeros4, gptq, config)
+def test_formats_that_cannot_be_read(stored_gptq: Path, tmp_path: Path, config: Any, message: str) -> None:
+    edited = json.loads((stored_gptq / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(edited))
+    (tmp_path / "model.safetensors").hardlink_to(stored_gptq / "model.safetensors")
     with pytest.raises(ModelLoadError, match=message):
-        load(stored)
+        load(tmp_path)
 
 
 def test_static_scales_of_activations_are_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:

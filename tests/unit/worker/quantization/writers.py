@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from quire.worker.quantization.weight import Coding, QuantizedWeight
 
@@ -23,9 +24,8 @@ Tensors = dict[str, Tensor]
 def pack(values: Tensor, bits: int) -> Tensor:
     """values: [rows, n] of unsigned numbers to [rows, n * bits / 32] int32, the first in the lowest bits."""
     per_word = 32 // bits
-    words = torch.zeros(values.shape[0], -(-values.shape[1] // per_word), dtype=torch.int64)
-    for i in range(values.shape[1]):
-        words[:, i // per_word] |= values[:, i].long() << (i % per_word * bits)
+    fields = functional.pad(values.long(), (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    words = (fields << torch.arange(per_word) * bits).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -52,7 +52,7 @@ def gptq(weight: QuantizedWeight, *, version: int = 1, groups: Tensor | None = N
 
 def awq(weight: QuantizedWeight) -> Tensors:
     """The tensors of one matrix, "gemm" version."""
-    order = torch.tensor([8 * (i // 8) + AWQ_FIELDS[i % 8] for i in range(weight.shape[0])])
+    order = torch.arange(weight.shape[0]).view(-1, 8)[:, AWQ_FIELDS].flatten()
     values, zeros = unsigned(weight)
     return {
         "qweight": pack(values.T[:, order], 4),

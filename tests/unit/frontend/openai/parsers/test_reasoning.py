@@ -110,7 +110,7 @@ def test_hostile_text_means_the_same_however_it_is_cut(name: str, text: str, siz
 def test_work_grows_no_faster_than_the_text() -> None:
     for name, spec in REASONING_PARSERS.items():
         for unit in ("</think", "<think>", " ", "<|channel|>analysis<|message|>", "<response>\n"):
-            small, large = (count_work(spec.make_program(""), split(unit * n, 3)) for n in (60, 120))
+            small, large = (count_work(spec.make_program(""), split(unit * n, 3)) for n in (30, 60))
             assert large <= 2.2 * small + 2000, (name, unit)
 
 
