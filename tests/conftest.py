@@ -87,8 +87,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """QUIRE_CACHE_ROOT, for the processes that tests start, too."""
+    """QUIRE_CACHE_ROOT, for the processes that tests start, too. Workers share the verdicts on kernels: a trial takes
+    as long as ten tests."""
     root = tmp_path_factory.mktemp("cache")
+    trials = shared_directory(tmp_path_factory) / "trials"
+    trials.mkdir(exist_ok=True)
+    (root / trials.name).symlink_to(trials)
     before = os.environ.get("QUIRE_CACHE_ROOT")
     os.environ["QUIRE_CACHE_ROOT"] = str(root)
     yield root
