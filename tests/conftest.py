@@ -6,6 +6,7 @@ others.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -44,6 +45,16 @@ def pytest_configure(config: pytest.Config) -> None:
     num_workers = config.getoption("--workers")
     if num_workers > 1:
         config.pluginmanager.register(Workers(config, num_workers), "workers")
+
+
+def pytest_collection() -> None:
+    """Modules of tests live as long as the session: looking through them for garbage again and again takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

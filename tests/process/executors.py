@@ -50,6 +50,12 @@ class Steady(Quick):
         return super().collective_rpc(method, timeout, args, kwargs)
 
 
+class Calm(Quick):
+    """Steps of 8 ms: many readers read on for as long as a test takes, and leave it the processors."""
+
+    step_time_s = 0.008
+
+
 class Unloadable(Quick):
     """Its weights are missing."""
 
