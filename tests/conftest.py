@@ -49,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Workers(config, num_workers), "workers")
 
 
+def pytest_collection() -> None:
+    """Modules of tests live as long as the session: looking through them for garbage again and again takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_report_header() -> str:
     return f"seeds: fresh, again with TESTS_SEED={BASE_SEED}" if FRESH else "seeds: the same in every run"
 
@@ -74,16 +84,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     first, _, rest = config.option.markexpr.partition(" ")
     is_one_tier = first in TIERS and " or " not in f" {rest} "
     return True if is_one_tier and collection_path not in tests_of(first) else None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Iterator[Any]:
-    """Collects tests without collecting garbage: what is imported is none, and takes long to walk again and again."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

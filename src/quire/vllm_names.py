@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -97,6 +96,8 @@ class UsageContext:
 
 def random_uuid() -> str:
     """Returns 32 random hexadecimal digits, for a request's id."""
+    import uuid  # every process imports this module, and few need ids
+
     return uuid.uuid4().hex
 
 

@@ -73,8 +73,9 @@ def test_mixed_prompts_and_params_equal_the_same_alone(llm: LLM) -> None:
     assert len(together[2].prompt_logprobs) == len(prompts[2])
 
 
-def test_the_same_seeds_from_the_same_engine_seed(llm: LLM) -> None:
+def test_the_same_seeds_from_the_same_engine_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a seed get theirs from the engine's, in order: a rerun of a script repeats itself."""
+    monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
     hot = SamplingParams(max_tokens=16, temperature=2.0, ignore_eos=True)
     runs = []
     for _ in range(2):

@@ -62,7 +62,7 @@ def alone() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),  # tests/process/test_workers.py
         {"tensor_parallel_size": 2, "speculative_config": NGRAM},
         {"pipeline_parallel_size": 2},
         pytest.param({"pipeline_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow),

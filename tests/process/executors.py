@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from .pace import LEISURELY_STEP_S, PACE_FILE
 
 
 class Quick(FakeExecutor):
-    """A fake model with room for 256 requests, whose steps take no time."""
+    """A fake model with room for 262,144 tokens, whose steps take no time. A core makes each block before it serves."""
 
-    available_bytes = 1 << 24
+    available_bytes = 1 << 20
 
 
 class Steady(Quick):
@@ -36,8 +37,10 @@ class Steady(Quick):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """`echo`, `fail` and `weird` (a result that cannot be sent) are its methods."""
+        """`echo`, `fail`, `collects` and `weird` (a result that cannot be sent) are its methods."""
         match method:
+            case "collects":
+                return [gc.isenabled()]
             case "echo":
                 return [list(args)]
             case "fail":
@@ -45,6 +48,12 @@ class Steady(Quick):
             case "weird":
                 return [object()]
         return super().collective_rpc(method, timeout, args, kwargs)
+
+
+class Calm(Quick):
+    """Steps of 8 ms: many readers read on for as long as a test takes, and leave it the processors."""
+
+    step_time_s = 0.008
 
 
 class Unloadable(Quick):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class NotedStats(StatLogger):
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, engine_index: int = 0
     ) -> None:
+        assert gc.isenabled(), "the garbage collector rests for the start only"
         for part, name in ((scheduler_stats, "scheduler"), (iteration_stats, "requests")):
             if part is not None:
                 with self._path.open("a") as file:

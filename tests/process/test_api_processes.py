@@ -26,9 +26,10 @@ FLAGS = ("--api-key", KEY, "--enable-admin", "--admin-port", "0", "--sse-keep-al
 @pytest.fixture(scope="module")
 def pair() -> Iterator[ServerProcess]:
     """Two API processes in front of a fake model of 20 ms a step, which a request named "poison" ends. A test leaves it
-    as it was, but for pids."""
+    as it was, but for pids; the last one ends it."""
     env = {"QUIRE_FAILPOINTS": "core.step.execute=exit(3),key=poison"}
-    with serving("--api-server-count", "2", *FLAGS, executor="Leisurely", env=env) as running:
+    flags = ("--api-server-count", "2", "--shutdown-timeout", "120", *FLAGS)
+    with serving(*flags, executor="Leisurely", env=env) as running:
         yield running
 
 
@@ -90,14 +91,18 @@ def check_answers(server: ServerProcess, num_processes: int) -> None:
 
 
 def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess) -> None:
+    """And the responses that it has stored, which are said to be gone."""
     victim, other = pair.api_pids()
     core = pair.core_pid()
+    _, stored = client_of(pair, victim, KEY).ask("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 2})
+    path = f"/v1/responses/{stored['id']}"
     theirs = [Stream(client_of(pair, victim, KEY), [60 + i], 1000) for i in range(3)]
     ours = [Stream(client_of(pair, other, KEY), [70 + i], 1000) for i in range(3)]
     for stream in (*theirs, *ours):
         stream.read(2)
     observer = client_of(pair, other, KEY)
     assert observer.ask("GET", "/load")[1] == {"server_load": 6}
+    assert observer.ask("GET", path) == (200, stored)
     os.kill(victim, signal.SIGKILL)
     for stream in theirs:
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
@@ -108,6 +113,7 @@ def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess
             assert stream.read() == stream.expected
     wait_until(lambda: observer.ask("GET", "/load")[1] == {"server_load": 0})
     wait_until(lambda: free_blocks(observer))
+    wait_until(lambda: observer.ask("GET", path)[0] == 404)
     wait_whole(pair, core)
     (again,) = set(pair.api_pids()) - {other}
     assert again != victim
@@ -118,7 +124,7 @@ def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess
 def test_a_server_whose_processes_die_again_and_again_serves_on(pair: ServerProcess) -> None:
     """One after the other, at every moment of their lives."""
     core = pair.core_pid()
-    for number in range(3):
+    for number in range(2):
         victim = pair.api_pids()[0]
         client = client_of(pair, pair.api_pids()[-1], KEY)
         stream = Stream(client, [90 + number], 1000)
@@ -226,16 +232,6 @@ def test_stored_responses_are_found_by_every_process(pair: ServerProcess) -> Non
     assert numbers == list(range(1, len(numbers) + 1)), "each event once, in order, from the first that was asked for"
 
 
-def test_what_a_dead_process_kept_is_said_to_be_gone(pair: ServerProcess) -> None:
-    core = pair.core_pid()
-    victim, other = pair.api_pids()
-    _, made = client_of(pair, victim, KEY).ask("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 2})
-    client = client_of(pair, other, KEY)
-    os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: client.ask("GET", f"/v1/responses/{made['id']}")[0] == 404)
-    wait_whole(pair, core)
-
-
 def test_operators_reach_every_request_from_every_process(pair: ServerProcess) -> None:
     """Seen in the state, aborted by id, counted as load."""
     first, second = pair.api_pids()
@@ -304,24 +300,6 @@ def test_metrics_of_any_process_tell_of_all_of_them_and_of_the_dead(pair: Server
     stream = Stream(client_of(pair, pair.api_pids()[-1], KEY), [51], 9)
     assert stream.read() == stream.expected
     assert scrape(other) == total + 9
-
-
-def test_sigterm_gives_the_streams_of_all_processes_their_time() -> None:
-    with serving("--api-server-count", "2", "--shutdown-timeout", "120", executor="Leisurely") as server:
-        core, processes = server.core_pid(), server.api_pids()
-        streams = [Stream(client, [50 + i], 1000) for i, client in enumerate(clients_of_each(server).values())]
-        for stream in streams:
-            stream.read(1)
-        late = clients_of_each(server)
-        server.process.send_signal(signal.SIGTERM)
-        for client in late.values():
-            wait_until(lambda asked=client: asked.ask("GET", "/health/ready")[0] == 503)  # type: ignore[misc]
-            assert client.ask("POST", "/v1/completions", {"prompt": [1]})[0] == 503
-        with server.pace.hurried():
-            for stream in streams:
-                assert stream.read() == stream.expected
-        assert server.process.wait(TIME_LIMIT_S) == 0
-        assert not any(is_alive(pid) for pid in (core, *processes))
 
 
 def noted(notes: Path) -> set[tuple[int, str]]:
@@ -490,6 +468,24 @@ def test_a_process_that_stands_still_delays_a_restart_by_seconds_only(pair: Serv
             os.kill(pair.core_pid(), signal.SIGKILL)
             assert streams[1].read() == streams[1].expected
         assert streams[0].read() == streams[0].expected
+
+
+def test_sigterm_gives_the_streams_of_all_processes_their_time(pair: ServerProcess) -> None:
+    """The last test of this server."""
+    core, processes = pair.core_pid(), pair.api_pids()
+    streams = [Stream(client, [50 + i], 1000) for i, client in enumerate(clients_of_each(pair, KEY).values())]
+    for stream in streams:
+        stream.read(1)
+    late = clients_of_each(pair, KEY)
+    pair.process.send_signal(signal.SIGTERM)
+    for client in late.values():
+        wait_until(lambda asked=client: asked.ask("GET", "/health/ready")[0] == 503)  # type: ignore[misc]
+        assert client.ask("POST", "/v1/completions", {"prompt": [1]})[0] == 503
+    with pair.pace.hurried():
+        for stream in streams:
+            assert stream.read() == stream.expected
+    assert pair.process.wait(TIME_LIMIT_S) == 0
+    assert not any(is_alive(pid) for pid in (core, *processes))
 
 
 def test_what_keeps_a_process_from_serving_is_said_in_words() -> None:

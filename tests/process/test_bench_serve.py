@@ -13,7 +13,7 @@ from .serving import SRC, environment
 
 def bench(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", "bench", "serve", "--json", *flags]
-    marked = {**environment(), "QUIRE_CACHE_ROOT": str(tmp_path)}
+    marked = {**environment(), "STARTED_BY_TEST": str(tmp_path)}
     return subprocess.run(command, env=marked, capture_output=True, text=True, timeout=180, cwd=SRC.parent)
 
 

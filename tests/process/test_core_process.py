@@ -190,6 +190,7 @@ def test_a_control_call_is_answered_or_refused_with_the_reason(peer: Peer) -> No
     client = peer.client
     assert client.call("get_supported_tasks")[1:3] == [None, ["generate"]]
     assert client.call("collective_rpc", "echo", None, [1, "two"])[2] == [[1, "two"]]
+    assert client.call("collective_rpc", "collects")[2] == [True], "the garbage collector rested for the start only"
     assert "no control verb 'launch'" in client.call("launch")[1]
     assert client.call("collective_rpc", "fail")[1] == "Call to collective_rpc method failed: asked to fail"
     assert "cannot be sent" in client.call("collective_rpc", "weird")[1]

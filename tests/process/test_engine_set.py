@@ -44,11 +44,12 @@ async def read_while(
     seed: int = 1,
     size: int = 2,
     num_streams: int = NUM_STREAMS,
+    executor: str = "Calm",
     **fields: Any,
 ) -> dict[str, int]:
     """Readers come and go until `work` has ended. Returns the counts, once every token has been checked."""
     history, load = History(), FakeLoad(random.Random(seed))
-    async with running(fake_args(data_parallel_size=size, **fields)) as engine:
+    async with running(fake_args(executor, data_parallel_size=size, **fields)) as engine:
         worker = asyncio.create_task(_begin_when_busy(work, dp_client(engine), history))
 
         async def read_on() -> None:
@@ -96,7 +97,7 @@ def test_streams_of_a_killed_engine_go_on_at_the_other() -> None:
             assert client.is_ready
             await wait_for(lambda engine=engine: links[engine].state is LinkState.UP)
 
-    counts = asyncio.run(read_while(work, num_streams=32))
+    counts = asyncio.run(read_while(work, num_streams=24))
     assert counts["deaths"] == 2
     assert counts["moves.0.killed"] > 0
     assert counts["moves.1.killed"] > 0
@@ -325,5 +326,5 @@ def test_engines_are_killed_again_and_again(seed: int) -> None:
                 kill(client, rng.choice(running_now))
             await asyncio.sleep(rng.uniform(0.0, 0.5))
 
-    counts = asyncio.run(read_while(work, seed=seed, size=3))
+    counts = asyncio.run(read_while(work, seed=seed, size=3, executor="Steady"))
     assert counts["moved_requests"] > 30

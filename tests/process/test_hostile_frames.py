@@ -33,7 +33,7 @@ from .harness import Engine, fake_args, read, running
 from .pace import Pace
 from .peer import ABORT, ADD, UTILITY, Peer, make_config
 
-NUM_MESSAGES = 50_000 if FRESH else 5_000
+NUM_MESSAGES = 50_000 if FRESH else 3_000
 """Per direction."""
 PROMPT = [5, 6, 7]
 MAX_MODEL_LEN = 8192

@@ -248,8 +248,8 @@ def run(num_requests: int, num_kills: int, *more: str) -> None:
     assert min(outcomes["stayed"], outcomes["left"], outcomes["stood still"], outcomes["refused"]) > 0
 
 
-def test_a_hundred_and_twenty_requests_and_a_death() -> None:
-    run(120, 1)
+def test_eighty_requests_and_a_death() -> None:
+    run(80, 1)
 
 
 @pytest.mark.slow

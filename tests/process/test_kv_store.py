@@ -15,7 +15,7 @@ from .harness import Engine, running
 PROMPT_LEN = 400
 NUM_READ = (PROMPT_LEN - 1) // 16 * 16
 """Tokens of the prompt that are read: the last one is computed, and blocks have 16."""
-LONG = 800
+LONG = 400
 
 
 def engine_args(directory: Path) -> EngineArgs:

@@ -62,7 +62,7 @@ def fleet_args(key: str, port: int, **fields: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def node_process(key: str, port: int) -> Iterator[BackgroundProgram]:
-    fields = fake_args(**fleet_args(key, port, data_parallel_start_rank=1, headless=True)).non_default
+    fields = fake_args("Calm", **fleet_args(key, port, data_parallel_start_rank=1, headless=True)).non_default
     flags: list[str] = []
     for name, value in fields.items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
@@ -182,7 +182,7 @@ def test_a_node_is_killed_and_comes_back(key: str) -> None:
     port = free_ports()
 
     async def run() -> None:
-        async with running(fake_args(**fleet_args(key, port))) as engine:
+        async with running(fake_args("Calm", **fleet_args(key, port))) as engine:
             client = dp_client(engine)
             assert (client.num_engines_up, state_of(client, 1)) == (1, LinkState.DOWN), "it serves without the other"
 
@@ -220,7 +220,7 @@ def test_a_node_is_killed_and_comes_back(key: str) -> None:
 def node_thread(key: str, port: int, **fields: Any) -> Iterator[NodeAgent]:
     """A node in this process."""
     fields = fleet_args(key, port, data_parallel_start_rank=1, headless=True, **fields)
-    agent = NodeAgent(fake_args(**fields).create_engine_config("serving"))
+    agent = NodeAgent(fake_args("Calm", **fields).create_engine_config("serving"))
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(agent.run)
         try:
@@ -237,7 +237,7 @@ def test_a_partition_heals(key: str) -> None:
     timeout = {"engine_link_timeout_s": 1.0}
 
     async def run() -> None:
-        async with running(fake_args(**fleet_args(key, port, **timeout))) as engine:
+        async with running(fake_args("Calm", **fleet_args(key, port, **timeout))) as engine:
             client = dp_client(engine)
             link = client.engines.links[1]
 

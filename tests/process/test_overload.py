@@ -95,7 +95,7 @@ def overload(seconds: float, max_growth_mib: float) -> list[Phase]:
 
 def test_of_twenty_times_too_many_most_are_refused() -> None:
     """All but those there is room for, and those whose turn comes meanwhile."""
-    once, *_, twenty = overload(1.0, 32.0)
+    once, *_, twenty = overload(0.7, 32.0)
     assert 0 < twenty.statuses[200] <= SEATS + MAX_QUEUED + CAPACITY * twenty.took_s
     assert twenty.statuses.total() > 10 * CAPACITY
     assert once.statuses[200] > 0

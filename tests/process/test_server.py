@@ -30,8 +30,9 @@ TIME_LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """One with a fake model of 20 ms a step, and the admin routes."""
-    with serving("--enable-admin", "--admin-port", "0", "--api-key", "secret", executor="Leisurely") as running:
+    """One with a fake model of 20 ms a step, and the admin routes. The last of its tests ends it."""
+    flags = ("--enable-admin", "--admin-port", "0", "--api-key", "secret", "--shutdown-timeout", "600")
+    with serving(*flags, executor="Leisurely") as running:
         yield running
 
 
@@ -233,33 +234,10 @@ def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
         assert not os.path.exists(f"/proc/{core}")
 
 
-def test_a_second_signal_ends_streams_with_an_error() -> None:
-    with serving("--shutdown-timeout", "600", executor="Leisurely") as server:
-        lines: list[str] = []
-        begun = threading.Event()
-
-        def read() -> None:
-            body = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
-            with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIME_LIMIT_S) as response:
-                for line in response.iter_lines():
-                    lines.append(line)
-                    begun.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert begun.wait(TIME_LIMIT_S)
-        server.process.send_signal(signal.SIGTERM)
-        while httpx2.get(f"{server.url}/health/ready", timeout=TIME_LIMIT_S).status_code == 200:
-            pass
-        server.process.send_signal(signal.SIGTERM)
-        reader.join(TIME_LIMIT_S)
-        *_, error, end = (line for line in lines if line)
-        assert '"code":503' in error
-        assert end == "data: [DONE]"
-        assert server.process.wait(TIME_LIMIT_S) == 0
-
-
-@pytest.mark.parametrize("first", ["server", "core"])
+@pytest.mark.parametrize(
+    "first",
+    ["server", pytest.param("core", marks=pytest.mark.slow)],  # of several API processes in test_api_processes.py
+)
 def test_sigterm_to_every_process_starts_no_other_core(first: str) -> None:
     """systemd and a container's stop send it like this. Requests under way have their time all the same."""
     with serving("--shutdown-timeout", "120", executor="Leisurely") as server:
@@ -296,3 +274,31 @@ def test_sigterm_to_the_core_alone_is_a_restart(client: openai.OpenAI, server: S
     answer = client.completions.create(model="demo", prompt="x", max_tokens=2)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
+
+
+def test_a_second_signal_ends_streams_with_an_error(server: ServerProcess) -> None:
+    """The last test of this server."""
+    lines: list[str] = []
+    begun = threading.Event()
+    headers = {"authorization": "Bearer secret"}
+
+    def read() -> None:
+        body = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        url = f"{server.url}/v1/completions"
+        with httpx2.stream("POST", url, json=body, headers=headers, timeout=TIME_LIMIT_S) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(TIME_LIMIT_S)
+    server.process.send_signal(signal.SIGTERM)
+    while httpx2.get(f"{server.url}/health/ready", timeout=TIME_LIMIT_S).status_code == 200:
+        pass
+    server.process.send_signal(signal.SIGTERM)
+    reader.join(TIME_LIMIT_S)
+    *_, error, end = (line for line in lines if line)
+    assert '"code":503' in error
+    assert end == "data: [DONE]"
+    assert server.process.wait(TIME_LIMIT_S) == 0

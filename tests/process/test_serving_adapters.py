@@ -110,7 +110,7 @@ def metrics_of(client: Client) -> MetricsSnapshot:
     return read_exposition(client.ask("GET", "/metrics")[1])
 
 
-@pytest.mark.parametrize(("num_streams", "num_adapters"), [(8, 24), pytest.param(64, 500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_streams", "num_adapters"), [(4, 12), pytest.param(64, 500, marks=pytest.mark.slow)])
 def test_streams_beside_loads_change_no_token(
     pair: ServerProcess, tmp_path: Path, num_streams: int, num_adapters: int
 ) -> None:

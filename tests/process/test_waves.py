@@ -25,7 +25,7 @@ from quire.wire.handshake import CoordinatorAddresses
 from .harness import FakeLoad, fake_args, read, running
 from .test_engine_set import dp_client, kill, read_while, wait_for
 
-WAVES: dict[str, Any] = {"dp_coordinator": "always", "num_streams": 16}
+WAVES: dict[str, Any] = {"dp_coordinator": "always", "num_streams": 16, "executor": "Steady"}
 
 
 def coordinator_of(client: DPLBAsyncMPClient) -> CoordinatorSupervisor:

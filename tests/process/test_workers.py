@@ -53,11 +53,19 @@ async def all_tokens() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """The tokens of one worker."""
-    return asyncio.run(all_tokens())
+    """The tokens of one worker, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
+        return asyncio.run(all_tokens())
 
 
-@pytest.mark.parametrize(("size", "victim"), [("tensor_parallel_size", 1), ("pipeline_parallel_size", 0)])
+@pytest.mark.parametrize(
+    ("size", "victim"),
+    [
+        ("tensor_parallel_size", 1),
+        pytest.param("pipeline_parallel_size", 0, marks=pytest.mark.slow),  # ends and begins as those that share layers
+    ],
+)
 def test_a_killed_worker_costs_no_token(size: str, victim: int, expected: list[list[int]]) -> None:
     asyncio.run(killed_worker({size: 2}, victim, expected))
 

@@ -59,3 +59,25 @@ def test_a_listener_is_called_with_the_number_of_stamps_until_it_is_removed() ->
     stop()
     timeline.stamp("c")
     assert heard == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_own"),
+    [
+        ("python -P -m quire.engine.proc --handshake-address x", True),
+        ("python -m quire.frontend.fleet.proc", True),
+        ("python -m quire.worker.proc --rank 0", True),
+        ("python -m pytest -m quire.worker.proc", False),
+        ("python program.py -m", False),
+        ("python -m quire serve", False),
+    ],
+)
+def test_the_collector_rests_in_processes_of_quire_only(command: str, is_own: bool) -> None:
+    assert timeline.runs_own_process(command.split()) == is_own
+
+
+def test_the_collector_rests_while_a_process_starts() -> None:
+    program = "import gc; held = gc.isenabled(); from quire import timeline as t; print(held, gc.isenabled())"
+    program += "; t.hold_garbage(); print(gc.isenabled()); t.release_garbage(); print(gc.isenabled())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert done.stdout.split() == ["True", "True", "False", "True"], "a program that imports quire keeps its own"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import ipaddress
 import logging
 import re
@@ -24,6 +25,7 @@ from quire.config.vllm_flags import settle_vllm_flags
 from quire.errors import ConfigError
 from quire.logger import init_logger, use_format
 from quire.resolve import resolve
+from quire.timeline import hold_garbage
 
 logger = init_logger(__name__)
 
@@ -85,6 +87,14 @@ def run(args: Arguments) -> int:
         resolve("quire.frontend.supervision.node:serve_node")(engine_config)
         logger.info("quire: ended")
         return 0
+    hold_garbage()  # until the server is ready
+    try:
+        return _serve(engine_config, config, keys, start)
+    finally:
+        gc.enable()
+
+
+def _serve(engine_config: EngineConfig, config: ServerConfig, keys: tuple[bytes, ...], start: float) -> int:
     listeners = resolve("quire.frontend.http.server:Listeners").bind(config)
     on_ready = partial(_log_ready, config, engine_config.model_config.names[0], listeners, start)
     if not keys and is_open_to_others(listeners.url):

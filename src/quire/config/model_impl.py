@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.metadata
 import importlib.util
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +54,8 @@ class Verdict:
 @functools.cache
 def certified_models() -> tuple[str, Mapping[str, Verdict]]:
     """Returns the version of transformers that the table was made with, and its rows by architecture."""
+    import tomllib  # most processes never need it
+
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     rows = {name: Verdict(row.get("refused", "")) for name, row in table["models"].items()}
     return str(table["transformers"]), rows
@@ -70,9 +70,11 @@ def installed_transformers() -> str | None:
     """Returns the version of transformers that is installed, without importing it; None if there is none."""
     if importlib.util.find_spec("transformers") is None:
         return None
+    from importlib import metadata  # takes as long as 60 of our modules, and most processes never need it
+
     try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -521,9 +521,11 @@ def watch_the_end() -> None:
 
 
 def main() -> NoReturn:
-    """Runs the process. Skips Python's clean-up, which a thread could block."""
+    """Runs the process. Skips Python's clean-up, which a thread could block.
+
+    The garbage collector is off (`quire.timeline`) until the core is made, which freezes what start-up leaves behind.
+    """
     stamp("imports")
-    gc.disable()  # nothing is garbage yet; EngineCore freezes what start-up leaves behind
     options = parse_command_line(sys.argv[1:])
     leave_terminal()
     die_with_parent(options.parent_pid)

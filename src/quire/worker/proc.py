@@ -7,7 +7,6 @@ executor closes its pipe, or ends itself.
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from quire.errors import QuireError, error_name
 from quire.failpoints import arm_failpoints, failpoint
 from quire.logger import init_logger
 from quire.resolve import resolve
+from quire.timeline import release_garbage
 from quire.wire.process import die_with_parent, leave_terminal, set_process_title
 from quire.wire.ring import RingReader, RingWriter, WorkerLinks, count_slots
 from quire.wire.serial import MsgpackEncoder
@@ -186,7 +186,7 @@ def main() -> NoReturn:
         for name in parallel.worker_names(config.model_config.implementation.name):
             resolve(name)
         proc = WorkerProc(options, config)
-        gc.freeze()
+        release_garbage()
         proc.run()
     except BaseException:
         logger.exception("worker %d has failed", options.rank)

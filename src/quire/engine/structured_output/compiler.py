@@ -23,15 +23,17 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.structured_output.guidance import compile_matcher, load_vocabulary, make_grammar_text
 from quire.errors import ValidationError
 from quire.resolve import resolve
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.process import die_with_parent, set_process_title
 
 MAX_MESSAGE_BYTES = 1 << 26
-CHECKS = {"xgrammar": "quire.engine.structured_output.xgrammar_backend:make_check"}
-"""Libraries that are not always installed, by their `CompilerSetup.library`."""
+CHECKS = {
+    "guidance": "quire.engine.structured_output.guidance:make_check",
+    "xgrammar": "quire.engine.structured_output.xgrammar_backend:make_check",
+}
+"""Ways to compile, by `CompilerSetup.library`; imported by the compiler process only."""
 HEADER = struct.Struct(">I")
 """Number of bytes of a message; sent before it."""
 _STACK_BYTES = 4 << 20
@@ -67,7 +69,8 @@ class CompileAnswer(msgspec.Struct, array_like=True):
 
 def serve(setup: CompilerSetup, read: Callable[[], bytes], write: Callable[[bytes], None]) -> None:
     """Answers jobs until `read` returns an empty message."""
-    check = _make_check(setup)
+    make_check: Callable[[CompilerSetup], Check] = resolve(CHECKS[setup.library])
+    check = make_check(setup)
     write(msgspec.msgpack.encode(CompileAnswer()))  # ready
     while data := read():
         job = msgspec.msgpack.decode(data, type=CompileJob)
@@ -77,20 +80,6 @@ def serve(setup: CompilerSetup, read: Callable[[], bytes], write: Callable[[byte
 
 Check = Callable[[StructuredOutputsParams], str]
 """Compiles a grammar. Returns the text for the engine. Raises ValidationError."""
-
-
-def _make_check(setup: CompilerSetup) -> Check:
-    if setup.library != "guidance":
-        make_check: Callable[[CompilerSetup], Check] = resolve(CHECKS[setup.library])
-        return make_check(setup)
-    vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
-
-    def check(params: StructuredOutputsParams) -> str:
-        text = make_grammar_text(params)
-        compile_matcher(vocabulary, text, params)
-        return text
-
-    return check
 
 
 def _answer(check: Check, params: StructuredOutputsParams) -> CompileAnswer:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import llguidance
 
 from quire.config.tokenizer_json import read_tokenizer_json
+from quire.engine.structured_output.compiler import CompilerSetup
 from quire.engine.structured_output.structural_tag import bound_schema, make_tag_grammar
 from quire.errors import ConfigError, ValidationError
 from quire.structured_outputs import StructuredOutputsParams
@@ -107,6 +108,18 @@ def load_vocabulary(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequen
     except (ValueError, OSError) as e:
         raise ConfigError(f"{tokenizer_file} cannot be used for structured outputs: {e}") from None
     return GrammarVocabulary(tokenizer, vocab_size)
+
+
+def make_check(setup: CompilerSetup) -> Callable[[StructuredOutputsParams], str]:
+    """Returns a check for the compiler process: it compiles a grammar, and returns it as text."""
+    vocabulary = load_vocabulary(Path(setup.tokenizer_file), setup.vocab_size, setup.eos_token_ids)
+
+    def check(params: StructuredOutputsParams) -> str:
+        text = make_grammar_text(params)
+        compile_matcher(vocabulary, text, params)
+        return text
+
+    return check
 
 
 def _read_text(tokenizer_file: Path) -> str:

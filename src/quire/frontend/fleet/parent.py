@@ -43,6 +43,7 @@ from quire.frontend.routing.router import Router
 from quire.frontend.supervision.quarantine import SAME_SIGNAL_GRACE_S, describe_exit, was_asked_to_end
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.logger import child_level, init_logger
+from quire.timeline import release_garbage
 from quire.wire.peers import EVERYBODY, PARENT, ApiLaunch, PeerMessage, encode_peer
 from quire.wire.process import search_path
 from quire.wire.serial import WireError
@@ -451,6 +452,7 @@ async def _run(
 
 async def _report_ready(processes: ApiProcesses, on_ready: Callable[[], None]) -> None:
     await processes.are_ready.wait()
+    release_garbage()
     on_ready()
 
 

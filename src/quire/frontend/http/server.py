@@ -26,6 +26,7 @@ from quire.frontend.http.connection import make_connection_class, make_tls_conte
 from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
 from quire.logger import init_logger
+from quire.timeline import release_garbage
 
 logger = init_logger(__name__)
 
@@ -194,7 +195,7 @@ async def serve(
         starting = asyncio.ensure_future(_wait_started(servers))
         await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            gc.freeze()  # excludes the objects of start-up from collections, which would block the loop for 30 to 65 ms
+            release_garbage()  # a collection of the objects of start-up would block the loop for 30 to 65 ms
             at_end.callback(gc.unfreeze)
             on_ready()
             await _first_of(stop.asked.wait(), log_stats_regularly(state.engine.pipeline.stat_loggers), *running)

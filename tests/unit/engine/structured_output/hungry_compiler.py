@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 
-from quire.engine.structured_output import compiler
+from quire.engine.structured_output import compiler, guidance
 from quire.engine.structured_output.guidance import make_grammar_text
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -23,5 +23,5 @@ def hungry(params: StructuredOutputsParams) -> str:
 
 
 if __name__ == "__main__":
-    compiler.make_grammar_text = hungry  # type: ignore[attr-defined]
+    guidance.make_grammar_text = hungry
     compiler.main()

@@ -15,6 +15,7 @@ from quire.config.server import ServerConfig
 from quire.frontend.http import server
 from quire.frontend.http.server import Listeners, StopSignals
 from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
+from quire.timeline import hold_garbage
 
 
 def test_the_second_signal_is_a_hurry_and_a_call_is_none() -> None:
@@ -72,6 +73,7 @@ def test_collections_do_not_walk_what_start_up_made(monkeypatch: pytest.MonkeyPa
 
         def note_ready() -> None:
             frozen.append(gc.get_freeze_count())
+            assert gc.isenabled(), "it was off for the start only"
             stop.ask()
 
         engine = SimpleNamespace(pipeline=SimpleNamespace(stat_loggers=StatLoggerManager()))
@@ -83,6 +85,7 @@ def test_collections_do_not_walk_what_start_up_made(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(server, "drain", drain)
     listeners = Listeners.bind(ServerConfig(host="127.0.0.1", port=0))
     before = gc.get_freeze_count()
+    hold_garbage()
     asyncio.run(run())
     listeners.close()
     assert frozen[0] > before + 1000
