@@ -11,6 +11,7 @@ early, has wrong slots: the tokens show it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -66,6 +67,8 @@ class FakeTier:
         self.records: dict[Place, StoredBlock] = {}
         self.asks_again = False
         """True: the scheduler half answers "later"."""
+        self.takes_saves = True
+        """False: blocks cannot be saved yet."""
         self.by_name[name] = self
 
     def do_harm(self, rng: random.Random) -> str:
@@ -118,6 +121,9 @@ class FakeTierScheduler(KVConnectorScheduler):
             digest = order.keys[result.num_verified].digest
             for group_id in range(len(order.block_ids)):
                 self.tier.index.discard((self.namespace, group_id, digest))
+
+    def seconds_to_save(self) -> float:
+        return 0.0 if self.tier.takes_saves else math.inf
 
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
         return not self._has(group_id, key.digest)

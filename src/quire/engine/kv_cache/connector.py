@@ -67,10 +67,15 @@ class KVConnectorScheduler(ABC):
         """Returns whether blocks of this request are saved at all."""
         return True
 
+    def seconds_to_save(self) -> float:
+        """Returns after how many seconds blocks can be saved; 0: now; infinity: a report will make it so. Until then
+        computed blocks are postponed, and offered later if they are still in the cache."""
+        return 0.0
+
     @abstractmethod
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
         """Returns whether a computed block is to be saved: it is not stored yet, and there is room. Called once for
-        each full block, when the result of its step is in."""
+        each full block, when the result of its step is in, or when it is not postponed any more."""
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         """Notes the end of a save: an index learns what can be found."""

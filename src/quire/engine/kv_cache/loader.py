@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from quire.engine.kv_cache.hashing import block_extra_keys
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, STALL_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
+from quire.kv_store.record import REJECTIONS
 from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
 
 CANCEL_S = 0.05
@@ -55,6 +57,8 @@ class BlockLoader:
         """Loads that the worker has, by id; zombies among them."""
         self.cancels: list[int] = []
         """Ids to be sent."""
+        self.num_rejected: Counter[str] = Counter()
+        """Records that were read and are not what they should be, by reason, since the last statistics."""
         self._by_digest: dict[bytes, Load] = {}
         """The active load of each block."""
         self.next_deadline = NEVER
@@ -158,6 +162,8 @@ class BlockLoader:
         self.cost.note_load(source, result.num_bytes, result.seconds)
         if result.outcome == "ok":
             self.cost.note_good(source)
+        if result.reason in REJECTIONS:
+            self.num_rejected[result.reason] += 1
         self._connector.on_load_finished(load.order, result)
         self._note_life(source, now)
         if load.stage not in ("sent", "cancelled"):

@@ -18,7 +18,7 @@ from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.saver import BlockSaver, may_be_stored
+from quire.engine.kv_cache.saver import BlockSaver, SaveCounts, may_be_stored
 from quire.engine.request import Request
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
@@ -215,10 +215,13 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def add_stats(self, stats: SchedulerStats) -> None:
         new, self._stats = self._stats, KVTransferStats()
-        saver = self.saver
-        new.num_loads_in_flight = len(self.loader.active)
-        new.num_saved_blocks, saver.num_saved = saver.num_saved, 0
-        new.num_dropped_blocks, saver.num_dropped = dict(saver.num_dropped), Counter()
+        saver, loader = self.saver, self.loader
+        new.num_loads_in_flight = len(loader.active)
+        new.num_rejected_records, loader.num_rejected = dict(loader.num_rejected), Counter()
+        counts, saver.counts = saver.counts, SaveCounts()
+        new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
+        new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
+        new.num_waiting_saves = saver.count_waiting()
         new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
         new.num_stored_blocks, new.num_stored_bytes = self.connector.count_stored()
         stats.kv_transfer = new
@@ -260,7 +263,7 @@ class KVExchange(NoExchange, AdmissionGate):
             for load_id, num_verified in report.progress.items():
                 self.loader.note_progress(load_id, num_verified, self.clock())
             for save in report.saves:
-                self.saver.end(save)
+                self.saver.end(save, self.clock())
             for result in report.loads:
                 ended = self.loader.end(result, self.clock())
                 if ended is not None:
@@ -316,7 +319,9 @@ class KVExchange(NoExchange, AdmissionGate):
             if num_blocks:
                 request.report.external_source = load.order.source
         if num_blocks:
-            self._stats.load_seconds.append(self.clock() - load.began)
+            now = self.clock()
+            self._stats.load_seconds.append(now - load.began)
+            request.report.load_span = load.began, now
         request.end_load()
         self._unblock(load)
 
@@ -365,6 +370,8 @@ class KVExchange(NoExchange, AdmissionGate):
         now = self.clock()
         self._steps.send(now)
         self.saver.note_scheduled(self._steps.num_sent)
+        if None not in self._waits.values():  # no request waits for the blocks that would be pinned
+            self.saver.offer_postponed(now)
         orders = KVConnectorMetadata(
             loads=self.loader.send(self._ids, self._steps.num_received, now),
             saves=self.saver.send(self._ids),
@@ -383,8 +390,9 @@ class KVExchange(NoExchange, AdmissionGate):
         return cancels
 
     def on_received(self, output: SchedulerOutput) -> None:
-        self._steps.receive(output, self.loader.cost, self.clock())
-        self.saver.note_computed(self._steps.num_received)
+        now = self.clock()
+        self._steps.receive(output, self.loader.cost, now)
+        self.saver.note_computed(self._steps.num_received, now)
 
     def on_abandoned(self) -> None:
         self._steps.abandon()
@@ -402,6 +410,7 @@ class KVExchange(NoExchange, AdmissionGate):
             loader.release(load)
         self._loaded.clear()  # all of them may load once more
         saver.drop_unsent()
+        saver.forget_postponed()
         self._await(lambda: not saver.num_expected, LET_GO_S / 2)
         saver.cancel_sent(self.clock())
         cancels = self._take_cancels()

@@ -141,6 +141,7 @@ def make_prefill_stats(request: Request) -> PrefillStats:
         num_local_cached_tokens=num_local,
         num_external_cached_tokens=num_cached - num_local,
         external_by_source={report.external_source: num_cached - num_local} if num_cached > num_local else {},
+        load_span=report.load_span if num_cached > num_local else None,
     )
 
 
