@@ -42,7 +42,7 @@ class SaveCounts:
     num_begun: int = 0
     num_saved: int = 0
     num_dropped: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Counts by reason."""
     save_lags: list[float] = field(default_factory=list)
     """Per save that has stored blocks: time since its oldest block was computed."""
 
