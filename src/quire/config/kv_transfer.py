@@ -7,6 +7,7 @@ and its keys of either.
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,11 @@ from quire.field_bounds import FieldBound
 
 FLAG = "--kv-transfer-config"
 STORE = "StoreConnector"
+FOREIGN = "ForeignConnector"
+"""Connectors that are written for vLLM's interface; the name is not one to be given."""
+FOREIGN_TIMEOUT_S = 30.0
+"""Seconds that a load of theirs may take: they report no progress."""
+POLICIES = ("recompute", "fail")
 MIN_STORE_BYTES = 256 << 20
 DEFAULT_STORE_BYTES = 50 << 30
 
@@ -33,6 +39,9 @@ class ConnectorSpec(NamedTuple):
 CONNECTORS: dict[str, ConnectorSpec] = {
     STORE: ConnectorSpec(
         "quire.engine.kv_cache.store_scheduler:StoreScheduler", "quire.worker.kv_transfer.store_worker:StoreWorker"
+    ),
+    FOREIGN: ConnectorSpec(
+        "quire.engine.kv_cache.foreign:ForeignScheduler", "quire.worker.kv_transfer.compat:CompatWorker"
     ),
 }
 """Connectors by the name in `KVTransferConfig.kv_connector`."""
@@ -119,6 +128,8 @@ class KVTransferConfig:
     """A load may be predicted to take so many times as long as computing."""
     max_pinned_share: float = 0.05
     """Largest share of the blocks that may wait to be saved."""
+    load_timeout_s: float = 2.0
+    """A load without progress for so many seconds is given up."""
 
     def __post_init__(self) -> None:
         name = self.kv_connector
@@ -153,11 +164,11 @@ class KVTransferConfig:
             raise ConfigError(f"{FLAG} names no kv_connector; {STORE} keeps blocks in a directory")
         if role not in ROLES:
             raise ConfigError(f"{FLAG}: kv_role {role!r} is not one of {', '.join(ROLES)}")
-        if "kv_connector_module_path" in given:
-            raise ConfigError(f"{FLAG}: kv_connector_module_path: connectors of your own are not loaded; {_USE_STORE}")
         if given.get("enable_permute_local_kv"):
             raise ConfigError(f"{FLAG}: enable_permute_local_kv: blocks have one layout; leave it out")
         policy = given.get("kv_load_failure_policy", "recompute")
+        if "kv_connector_module_path" in given:
+            return self._with_foreign(given, policy)
         if policy != "recompute":
             raise ConfigError(
                 f"{FLAG}: kv_load_failure_policy {policy!r}: tokens that cannot be loaded are always computed; leave "
@@ -165,6 +176,31 @@ class KVTransferConfig:
             )
         extra = _store_keys(name, given.get("kv_connector_extra_config", {}))
         return dataclasses.replace(self._with_store(extra), kv_role=role)
+
+    def _with_foreign(self, given: Mapping[str, Any], policy: str) -> KVTransferConfig:
+        """Returns the configuration of a connector that is written for vLLM's interface, of a module of the user's."""
+        module = given["kv_connector_module_path"]
+        if not module:
+            raise ConfigError(f"{FLAG}: kv_connector_module_path is empty; name the module of your connector")
+        if policy not in POLICIES:
+            raise ConfigError(f"{FLAG}: kv_load_failure_policy {policy!r} is not one of {', '.join(POLICIES)}")
+        keys = {
+            "module": module,
+            "kv_connector": given["kv_connector"],
+            "kv_role": given["kv_role"],
+            "engine_id": given.get("engine_id") or str(uuid.uuid4()),
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": given.get("kv_connector_extra_config", {}),
+        }
+        return dataclasses.replace(
+            self,
+            kv_connector=FOREIGN,
+            kv_role=given["kv_role"],
+            kv_connector_extra_config=keys,
+            min_load_tokens=1,
+            load_bias=1e9,
+            load_timeout_s=FOREIGN_TIMEOUT_S,
+        )
 
     def _with_store(self, extra: Mapping[str, Any]) -> KVTransferConfig:
         keys = {"max_bytes": DEFAULT_STORE_BYTES, **extra}

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.request import Request
+from quire.errors import QuireError
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+
+if TYPE_CHECKING:
+    from quire.engine.kv_cache.manager import KVCacheManager
 
 
 class ExternalMatch(NamedTuple):
@@ -53,6 +60,17 @@ class KVConnectorScheduler(ABC):
         changes nothing. `find_longest_match` helps.
         """
 
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Takes the owner of all block tables, once, before the first request."""
+        return
+
+    def on_blocks_allocated(
+        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
+    ) -> None:
+        """Notes the blocks of a request, per group, which must not be changed: those up to the end of a load of
+        `num_external_tokens`, which is about to be ordered; or with 0 its tables, when it begins to run."""
+        return
+
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
         """Notes that a load has been ordered. May set `order.params`."""
         return
@@ -60,6 +78,10 @@ class KVConnectorScheduler(ABC):
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
         """Notes the end of a load: an index forgets what cannot be read."""
         return
+
+    def get_error(self, request: Request) -> QuireError | None:
+        """Returns the error that a waiting request ends with because of its load; None: it is computed."""
+        return None
 
     # -- saves -------------------------------------------------------------------------------------------------
 
@@ -92,6 +114,19 @@ class KVConnectorScheduler(ABC):
         return
 
     # -- the rest ----------------------------------------------------------------------------------------------
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Returns whether it holds blocks that a report will give back, besides those of loads and saves."""
+        return False
+
+    def next_step_at(self) -> float:
+        """Returns the time (`time.monotonic`) at which a step is made even if there is nothing to compute."""
+        return NEVER
+
+    def on_step(self, output: SchedulerOutput) -> None:
+        """Takes a step that is about to be sent, before `build_connector_meta`."""
+        return
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Takes in a report of the worker half, before `on_load_finished` and `on_save_finished`."""

@@ -16,7 +16,6 @@ START_S = 0.001
 LATE_FACTOR, LATE_S = 2.0, 0.05
 """A load is late after so many times its predicted time and these seconds."""
 STALL_S = 2.0
-"""A load without progress for so long has stalled: its source rests."""
 REST_S, MAX_REST_S = 5.0, 60.0
 """First rest of a source; each one that follows without a good load between them is twice as long, up to the most."""
 QUARANTINE_S = 5.0
@@ -84,8 +83,12 @@ def count_pairs(start: int, num_tokens: int) -> float:
 class LoadCost:
     """Predicts and decides from what was noted. Sources are known by name, from their first load on."""
 
-    def __init__(self, bytes_per_token: float, min_load_tokens: int = 32, load_bias: float = 1.0) -> None:
+    def __init__(
+        self, bytes_per_token: float, min_load_tokens: int = 32, load_bias: float = 1.0, stall_s: float = STALL_S
+    ) -> None:
         self.bytes_per_token = bytes_per_token
+        self.stall_s = stall_s
+        """A load without progress for so long has stalled: its source rests."""
         self.compute = ComputeFit()
         self._min_load_tokens, self._load_bias = min_load_tokens, load_bias
         self._sources: dict[str, _Source] = {}
@@ -113,7 +116,7 @@ class LoadCost:
     def latest_end(self, source: str, num_tokens: int, queued_tokens: int) -> float:
         """Returns the seconds after which a load of `num_tokens` is late."""
         predicted = self.predict_load(source, num_tokens, queued_tokens)
-        return STALL_S if predicted is None else LATE_FACTOR * predicted + LATE_S
+        return self.stall_s if predicted is None else LATE_FACTOR * predicted + LATE_S
 
     # -- sources -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Literal
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import block_extra_keys
-from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, STALL_S, LoadCost
+from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
 from quire.kv_store.record import REJECTIONS
@@ -112,6 +112,8 @@ class BlockLoader:
         order.block_ids = [[block.block_id for block in table] for table in blocks.tables]
         load = self.active[request] = Load(request, order, blocks, fence, now)
         self._by_digest.update((key.digest, load) for key in keys)
+        whole = tuple([hit + table for hit, table in zip(hits.blocks, blocks.tables, strict=True)])
+        self._connector.on_blocks_allocated(request, whole, match.num_tokens)
         self._connector.update_state_after_alloc(request, order)
         return load
 
@@ -217,7 +219,7 @@ class BlockLoader:
         """Cancels loads that are late or have stalled, and gives up those that do not end then. Returns the latter."""
         given_up: list[Load] = []
         for load in list(self.sent.values()):
-            has_stalled = now >= load.progress_at + STALL_S
+            has_stalled = now >= load.progress_at + self.cost.stall_s
             if has_stalled:
                 self.cost.note_stall(load.order.source, now)
                 load.progress_at = NEVER
@@ -246,5 +248,5 @@ class BlockLoader:
         return num_unsent + sum(load.stage != "quarantined" for load in self.sent.values())
 
     def _set_alarm(self) -> None:
-        times = [min(load.deadline, load.progress_at + STALL_S) for load in self.sent.values()]
+        times = [min(load.deadline, load.progress_at + self.cost.stall_s) for load in self.sent.values()]
         self.next_deadline = min(times, default=NEVER)

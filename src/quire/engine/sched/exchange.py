@@ -22,7 +22,7 @@ from quire.engine.kv_cache.saver import BlockSaver, SaveCounts, may_be_stored
 from quire.engine.request import Request
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.resolve import resolve
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
@@ -168,6 +168,7 @@ class KVExchange(NoExchange, AdmissionGate):
         self.connector, self.link, self.clock = connector, link, clock
         self.loader = BlockLoader(connector, manager, cost)
         self.saver = BlockSaver(connector, manager, max_pinned_blocks)
+        connector.bind_kv_cache_manager(manager)
         self._manager = manager
         self._block_size = manager.block_size
         self._loaded: dict[Request, tuple[Load, int]] = {}
@@ -193,7 +194,8 @@ class KVExchange(NoExchange, AdmissionGate):
         connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-        cost = LoadCost(block_bytes / manager.block_size, transfer.min_load_tokens, transfer.load_bias)
+        per_token = block_bytes / manager.block_size
+        cost = LoadCost(per_token, transfer.min_load_tokens, transfer.load_bias, transfer.load_timeout_s)
         max_pinned = max(1, int(transfer.max_pinned_share * kv_cache_config.num_blocks))
         return cls(connector, manager, link, cost=cost, max_pinned_blocks=max_pinned)
 
@@ -201,6 +203,9 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def is_ready(self, request: Request) -> bool:
         return request not in self._waits
+
+    def get_error(self, request: Request) -> QuireError | None:
+        return self.connector.get_error(request)
 
     def note_left(self, request: Request) -> None:
         self._waits.pop(request, None)
@@ -243,9 +248,10 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @property
     def _next_deadline(self) -> float:
-        return min(self.loader.next_deadline, self.saver.next_deadline)
+        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at())
 
     def begin_round(self) -> None:
+        is_room_awaited = None in self._waits.values()
         self._take_reports()
         for request in self._deferred:
             self._waits.pop(request, None)
@@ -256,6 +262,9 @@ class KVExchange(NoExchange, AdmissionGate):
             for load in self.loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
+        if not is_room_awaited:  # a request that waits for it comes before blocks to be saved
+            self.saver.note_scheduled(self._steps.num_sent)
+            self.saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
         for report in self.link.take():
@@ -342,7 +351,7 @@ class KVExchange(NoExchange, AdmissionGate):
         return any(self.loader.release(load) for load in newest_first)
 
     def await_room(self, request: Request) -> bool:
-        if not self.loader.num_expected and not self.saver.num_expected:
+        if not (self.loader.num_expected or self.saver.num_expected or self.connector.holds_blocks):
             return False
         self._waits[request] = None
         return True
@@ -360,6 +369,7 @@ class KVExchange(NoExchange, AdmissionGate):
         loaded = self._loaded.pop(request, None)
         if loaded is not None:
             self.loader.release(loaded[0])
+        self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
         if not request.skip_reading_prefix_cache and may_be_stored(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
@@ -370,11 +380,11 @@ class KVExchange(NoExchange, AdmissionGate):
         now = self.clock()
         self._steps.send(now)
         self.saver.note_scheduled(self._steps.num_sent)
-        if None not in self._waits.values():  # no request waits for the blocks that would be pinned
-            self.saver.offer_postponed(now)
+        loads, saves = self.loader.send(self._ids, self._steps.num_received, now), self.saver.send(self._ids)
+        self.connector.on_step(output)
         orders = KVConnectorMetadata(
-            loads=self.loader.send(self._ids, self._steps.num_received, now),
-            saves=self.saver.send(self._ids),
+            loads=loads,
+            saves=saves,
             cancels=self._take_cancels(),
             params=self.connector.build_connector_meta(),
         )

@@ -30,7 +30,7 @@ from quire.logger import init_logger
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadResult, SaveResult
 from quire.worker.kv_cache import KVCacheMemory
 from quire.worker.kv_transfer.transfers import BlockBytes, Load, Namespace, Save
-from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
+from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker, Report
 
 logger = init_logger(__name__)
 
@@ -61,7 +61,7 @@ class StoreWorker(KVConnectorWorker):
         self._namespace: Namespace | None = None
         self._transfers: dict[int, Load | Save] = {}
         """Transfers that have not ended, by id."""
-        self._arrivals = _Arrivals()
+        self._arrivals = Arrivals()
         self._is_closed = threading.Event()
         self._io = _IOThreads(self._directory, int(extra.get("io_threads", min(2, os.cpu_count() or 1))))
         self._hasher: threading.Thread | None = None
@@ -191,22 +191,6 @@ class StoreWorker(KVConnectorWorker):
             self._namespace = Namespace(fingerprint, self._directory.key, self._blocks)
             self._identity = KVConnectorOutput(info=info)
             self._report(self._identity)
-
-
-class _Arrivals:
-    """The ids of orders that have arrived. Those passed over were lost with a step that failed."""
-
-    def __init__(self) -> None:
-        self._last_id = 0
-        self._lost_ids: set[int] = set()
-
-    def add(self, transfer_id: int) -> None:
-        self._lost_ids.update(range(self._last_id + 1, transfer_id))
-        self._lost_ids.discard(transfer_id)  # loads of a message come before its saves
-        self._last_id = max(self._last_id, transfer_id)
-
-    def has(self, transfer_id: int) -> bool:
-        return transfer_id <= self._last_id and transfer_id not in self._lost_ids
 
 
 class _IOThreads:
