@@ -48,15 +48,16 @@ CONNECTORS: dict[str, ConnectorSpec] = {
 
 _USE_STORE = "use --kv-store DIR: a directory on a disk, in memory (/dev/shm) or shared by hosts"
 _NO_PEERS = "blocks cannot be taken from another engine yet; engines may share a directory by --kv-store DIR"
-_NO_TESTS = "it serves vLLM's own tests and benchmarks; leave it out"
+_NO_TESTS = "it serves vLLM's own tests; leave it out"
+SHIPPED = dict.fromkeys(("MultiConnector", "DecodeBenchConnector"), "quire.kv_store.shipped")
+"""Connectors that come with Quire and are called as foreign ones are, and their modules."""
 ELSEWHERE: dict[str, str] = {
     "SimpleCPUOffloadConnector": "main memory is where the KV cache is: raise --kv-cache-memory-bytes",
     **dict.fromkeys(("LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1"), _USE_STORE),
     **dict.fromkeys(("HF3FSKVConnector", "MooncakeStoreConnector", "HiSparseConnector"), _USE_STORE),
     **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _NO_PEERS),
     **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"), _NO_PEERS),
-    **dict.fromkeys(("ExampleHiddenStatesConnector", "DecodeBenchConnector"), _NO_TESTS),
-    "MultiConnector": "there is one connector only; name the one that should store blocks",
+    "ExampleHiddenStatesConnector": _NO_TESTS,
 }
 """vLLM's connectors that Quire does not have, and what to use."""
 
@@ -167,6 +168,8 @@ class KVTransferConfig:
         if given.get("enable_permute_local_kv"):
             raise ConfigError(f"{FLAG}: enable_permute_local_kv: blocks have one layout; leave it out")
         policy = given.get("kv_load_failure_policy", "recompute")
+        if name in SHIPPED:
+            given.setdefault("kv_connector_module_path", SHIPPED[name])
         if "kv_connector_module_path" in given:
             return self._with_foreign(given, policy)
         if policy != "recompute":
@@ -228,7 +231,7 @@ def _store_keys(name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
         return _offloading_keys(extra)
     if name in ELSEWHERE:
         raise ConfigError(f"{FLAG}: kv_connector {name} is not there: {ELSEWHERE[name]}")
-    hint = nearest(name, [STORE, "OffloadingConnector", *ELSEWHERE], f"{STORE} keeps blocks in a directory")
+    hint = nearest(name, [STORE, "OffloadingConnector", *SHIPPED, *ELSEWHERE], f"{STORE} keeps blocks in a directory")
     raise ConfigError(f"{FLAG}: kv_connector {name!r} is not known; {hint}")
 
 

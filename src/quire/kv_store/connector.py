@@ -12,6 +12,7 @@ worker's; docs/recipes/add_a_connector.md has an example, and what differs from 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -69,6 +70,12 @@ class ForeignConfig:
         self.cache_config = dataclasses.replace(config.cache_config, block_size=block_size)
         self.model_config, self.parallel_config = config.model_config, config.parallel_config
         self.scheduler_config, self.device_config = config.scheduler_config, config.device_config
+
+    def replace(self, kv_transfer_config: ForeignTransferConfig) -> ForeignConfig:
+        """Returns the same with another connector's configuration."""
+        other = copy.copy(self)
+        other.kv_transfer_config = kv_transfer_config
+        return other
 
 
 class ForeignBlocks(NamedTuple):

@@ -293,6 +293,70 @@ def test_new_weights_drop_what_is_stored(memory_connector: types.ModuleType) -> 
     assert calls == ["reset"]
 
 
+def of_several(*parts: dict[str, Any]) -> KVTransferConfig:
+    values = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    return KVTransferConfig(transfer={**values, "kv_connector_extra_config": {"connectors": list(parts)}}).settle()
+
+
+def part(module: str, name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
+
+
+def test_several_connectors_load_from_the_first_and_save_to_all(
+    memory_connector: types.ModuleType, tmp_path: Path
+) -> None:
+    disk = part(DISK, "DiskConnector", shared_storage_path=str(tmp_path), is_async=True, sends=True)
+    transfer = of_several(part("memory_connector", "MemoryConnector"), disk)
+    DiskConnector.may_load.set()
+    engine = run(transfer)
+    assert (len(memory_connector.STORE), len(list(tmp_path.iterdir()))) == (8, 4)
+    engine.step(3)
+    assert engine.held() == {}, "the second has sent"
+    for digest in list(memory_connector.STORE)[:3]:
+        del memory_connector.STORE[digest]
+    engine = run(transfer)
+    assert engine.num_external == {"a": 16}, "from the second: the first has not the first block"
+    engine = run(transfer)
+    assert engine.num_external == {"a": 28}, "what it lacked was saved"
+    engine.core.shutdown()
+
+
+def test_blocks_go_when_all_connectors_have_sent_them(tmp_path: Path) -> None:
+    parts = [part(DISK, "DiskConnector", shared_storage_path=str(tmp_path / i), sends=True) for i in "ab"]
+    engine = run(of_several(*parts))
+    assert engine.held() == {"pinned": 9}
+    _, second = engine.worker_half.parts
+    second.get_finished = lambda finished: (set(), set())
+    engine.step(4)
+    assert engine.held() == {"pinned": 9}
+    second.get_finished = lambda finished: ({"a"}, set())
+    engine.step()
+    second.get_finished = lambda finished: (set(), set())
+    engine.step()
+    assert engine.held() == {}
+    assert not engine.worker_half._unsent
+
+
+@pytest.mark.parametrize("parts", [[], [{"kv_connector": "StoreConnector"}], [3]])
+def test_several_connectors_are_foreign_ones(parts: list[Any]) -> None:
+    config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=of_several(*parts))
+    with pytest.raises(ConfigError, match="MultiConnector"):
+        ForeignScheduler(config, KVCacheConfig(10, [], [KVCacheGroupSpec(["0"], FullAttentionSpec(SIZE, 1, 1))]))
+
+
+def test_a_benchmark_of_decoding_computes_no_prompts() -> None:
+    values = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+    extra = {"kv_connector_extra_config": {"fill_mean": 7}}
+    engine = Engine(KVTransferConfig(transfer=values | extra).settle())
+    engine.add("a")
+    engine.step(3)
+    assert engine.executor.num_computed_tokens == 2 + 1
+    assert engine.num_external == {"a": 28}
+    slots = engine.worker_half._layers["layer"][0]
+    (table,) = engine.scheduler.kv_cache_manager.get_tables("a")
+    assert all(bool((slots[block.block_id] == 7).all()) for block in table[:7])
+
+
 def make_half(module: str, name: str, num_groups: int = 1) -> ForeignScheduler:
     transfer = settle(module, name)
     config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=transfer)
