@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -122,11 +123,18 @@ class Engine:
         for _ in range(100):
             if not self.scheduler.requests:
                 break
+            self.await_loads()
             self.step()
         assert not self.scheduler.requests
         for request_id, (prompt, params) in self.params.items():
             if self.reasons.get(request_id) is FinishReason.LENGTH:
                 assert self.tokens[request_id] == expected_output(self.executor.model, prompt, params, 64).token_ids
+
+    def await_loads(self) -> None:
+        """Waits for loads in threads, if they may load."""
+        for half in getattr(self.worker_half, "parts", [self.worker_half]):
+            if isinstance(half, DiskConnector) and DiskConnector.may_load.is_set():
+                wait(half.futures.values())
 
     def held(self) -> dict[str, int]:
         return dict(self.scheduler.kv_cache_manager.held.count())
