@@ -165,6 +165,8 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Blocks that the connector can find."""
     num_stored_bytes: int = 0
     """Bytes of the store, those of other models included."""
+    num_leases: dict[str, int] = {}
+    """Leases of blocks to other engines that have ended, by end: "released", "expired", "broken", "error"."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -58,7 +58,7 @@ def test_clear_deletes_the_records_and_keeps_the_key(directory: Path, capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "takes one of list, verify, clear and a directory"),
+        ([], "takes one of list, verify, clear, serve and a directory"),
         (["list"], "takes one of"),
         (["drop", "DIR"], "takes one of"),
         (["list", "DIR"], "cannot be made or opened: No such file"),

@@ -23,7 +23,8 @@ class ExternalMatch(NamedTuple):
     num_tokens: int
     """Whole blocks. All groups have what a token after them reads."""
     source: str = "external_unspecified"
-    """Label of metrics, and the unit that is measured and rested: host, p2p, disk, external_unspecified."""
+    """Label of metrics: host, p2p, disk, external_unspecified. It is also what is measured, and rested when it stalls;
+    of several with one label, each has a name after a colon."""
     params: dict[str, Any] | None = None
     """Sent to the worker half with the load."""
 
@@ -36,6 +37,10 @@ class KVConnectorScheduler(ABC):
 
     All methods but two do nothing unless they are overridden.
     """
+
+    asks_again = True
+    """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
+    report of the worker half."""
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         self.config = config
@@ -82,6 +87,19 @@ class KVConnectorScheduler(ABC):
         """Notes that a request has been added."""
         return
 
+    def request_started(self, request: Request) -> None:
+        """Notes that a request was admitted, with or without a load."""
+        return
+
+    def name_lease(self, request: Request) -> str | None:
+        """Returns the name under which the blocks of an ended request's prompt are held for another engine; None: they
+        are not."""
+        return None
+
+    def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
+        """Returns the `kv_transfer_params` of an ended request's last output. `num_tokens` are held by `lease`."""
+        return None
+
     def request_finished(self, request: Request) -> None:
         """Notes that a request has ended."""
         return
@@ -93,7 +111,8 @@ class KVConnectorScheduler(ABC):
         return
 
     def build_connector_meta(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half with the next step; None: nothing, and no step is made for it."""
+        """Returns what is sent to the worker half, with the next step or when a request was added; None: nothing, and
+        no step is made for it."""
         return None
 
     def set_weights(self, path: str) -> None:
