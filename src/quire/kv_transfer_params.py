@@ -62,7 +62,7 @@ def parse_transfer_params(value: Any) -> TransferParams:
             f"{FIELD} is nested {depth} deep or more; at most {MAX_PARAMS_DEPTH} is allowed", param=FIELD
         )
     try:
-        size = len(msgspec.json.encode(value))
+        size = len(msgspec.msgpack.encode(value))  # as it crosses to the engine
         params = msgspec.convert(value, TransferParams)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as e:
         raise ValidationError(f"{FIELD}: {str(e)[:MAX_NAME_CHARS]}", param=FIELD) from None

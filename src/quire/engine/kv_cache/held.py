@@ -1,4 +1,4 @@
-"""Blocks with references outside of block tables: read or written by a transfer, brought by one, or leased to others."""
+"""Blocks with references outside of block tables: those of transfers, and those that other engines were promised."""
 
 from __future__ import annotations
 
