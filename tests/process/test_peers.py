@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -54,26 +55,35 @@ def external_hits(engine: Engine) -> float:
     return metrics.snapshot().value("vllm:external_prefix_cache_hits")
 
 
+async def check_one(p: Engine, d: Engine, seed: int) -> int:
+    """Compares an answer of both with one of P alone. Returns how many blocks D has taken."""
+    alone, *_ = await answer(p, f"alone {seed}", seed, 8)
+    before = external_hits(d)
+    tokens, num_cached = await answer_apart(p, d, seed)
+    assert tokens == alone
+    assert num_cached == external_hits(d) - before
+    return num_cached // BLOCK_SIZE
+
+
 def test_blocks_are_taken_from_the_engine_that_prefilled_until_it_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tally = tmp_path / "killed"
+    armed, tally = tmp_path / "armed", tmp_path / "killed"
 
     async def run() -> None:
         async with running(engine_args(tmp_path / "key", "kv_consumer")) as d:
-            kill = f"kv.peer.send=kill,skip={NUM_BLOCKS + 5},times=1,tally={tally}"
-            monkeypatch.setenv("QUIRE_FAILPOINTS", kill)  # in the middle of the second request's blocks
+            # When it is armed, P is killed in the middle of a request's blocks.
+            kill = f"kv.peer.send=kill,after={armed},skip=5,times=1,tally={tally}"
+            monkeypatch.setenv("QUIRE_FAILPOINTS", kill)
             async with running(engine_args(tmp_path / "key", "kv_producer")) as p:
-                for seed, num_taken in ((1, NUM_BLOCKS), (2, 5)):
-                    alone, *_ = await answer(p, f"alone {seed}", seed, 8)
-                    before = external_hits(d)
-                    tokens, num_cached = await answer_apart(p, d, seed)
-                    assert tokens == alone
-                    assert num_cached == external_hits(d) - before
-                    assert num_cached <= num_taken * BLOCK_SIZE
-                    assert tally.exists() == (num_taken < NUM_BLOCKS)
-                    if num_taken == NUM_BLOCKS:
-                        assert num_cached == num_taken * BLOCK_SIZE
+                seeds = itertools.count()
+                while await check_one(p, d, next(seeds)) < NUM_BLOCKS:
+                    pass  # the machine was so slow that it was computed
+                armed.touch()
+                num_taken = NUM_BLOCKS
+                while not tally.exists():
+                    num_taken = await check_one(p, d, next(seeds))
+                assert num_taken <= 5
 
     asyncio.run(run())
 
@@ -84,12 +94,8 @@ def test_engines_that_prefill_die_at_any_block(monkeypatch: pytest.MonkeyPatch, 
         async with running(engine_args(tmp_path / "key", "kv_consumer")) as d:
             monkeypatch.setenv("QUIRE_FAILPOINTS", f"kv.peer.send=kill,p=0.03,seed={seed_of(4)}")
             async with running(engine_args(tmp_path / "key", "kv_producer")) as p:
-                counts = {"whole": 0, "part": 0}
-                for seed in range(NUM_ROUNDS):
-                    alone, *_ = await answer(p, f"alone {seed}", seed, 8)
-                    tokens, num_cached = await answer_apart(p, d, seed)
-                    assert tokens == alone
-                    counts["whole" if num_cached == NUM_BLOCKS * BLOCK_SIZE else "part"] += 1
-                assert min(counts.values()) > 0
+                numbers = [await check_one(p, d, seed) for seed in range(NUM_ROUNDS)]
+                assert max(numbers) == NUM_BLOCKS
+                assert len(set(numbers)) > 2
 
     asyncio.run(run())

@@ -117,7 +117,7 @@ class Refused(Struct, array_like=True, tag="refused", gc=False):
     """Ends a session."""
 
     field: PeerName
-    """Name of what does not fit: version, fingerprint, tag, or the kind of message."""
+    """Name of what does not fit: version, fingerprint, tag, message, pulls; session: it has ended."""
 
 
 class Bitmap(Struct, array_like=True, tag="bitmap", gc=False):

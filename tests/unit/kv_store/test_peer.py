@@ -63,6 +63,13 @@ class Memory(BlockSource):
         self.calls.append(("release", list(leases)))
 
 
+@pytest.fixture(autouse=True)
+def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on how quickly a server answers."""
+    monkeypatch.setattr(client_module, "SILENCE_S", 60.0)
+    monkeypatch.setattr(client_module, "CONNECT_S", 60.0)
+
+
 @pytest.fixture
 def source() -> Memory:
     return Memory()
@@ -157,6 +164,24 @@ def test_a_server_that_was_started_again_is_not_the_one_that_promised(server: Bl
     assert error.value.reason == "stale"
 
 
+def test_connections_from_before_a_restart_are_dropped(source: Memory, client: PeerClient) -> None:
+    name = source.add(1)
+    server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
+    with client.connect(server.address, FINGERPRINT) as first:
+        first.have([name])
+    server.close()
+    again = BlockServer(source, KEY, server.address)
+    with client.connect(again.address, FINGERPRINT, again.incarnation) as peer:
+        assert peer is not first
+        assert numbers(peer.fetch("lease", [name], never)) == [1]
+    again.close()
+    third = BlockServer(source, KEY, server.address)
+    with pytest.raises(PeerError) as error, client.connect(third.address, FINGERPRINT) as peer:
+        peer.have([name])
+    assert error.value.reason == "stale"
+    third.close()
+
+
 def test_nothing_listens(client: PeerClient, server: BlockServer) -> None:
     server.close()
     with pytest.raises(PeerError) as error, client.connect(server.address, FINGERPRINT):
@@ -180,7 +205,7 @@ def test_a_silent_server_and_a_cancel(monkeypatch: pytest.MonkeyPatch, client: P
     source = Memory()
     source.expected = "soon"
     server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
-    monkeypatch.undo()
+    monkeypatch.setattr(client_module, "SILENCE_S", 60.0)
     with pytest.raises(PeerError) as error, client.connect(server.address, FINGERPRINT) as peer:
         list(peer.fetch("soon", [source.add(1)], lambda: True))
     assert error.value.reason == "cancelled"
@@ -189,7 +214,7 @@ def test_a_silent_server_and_a_cancel(monkeypatch: pytest.MonkeyPatch, client: P
 
 def test_encrypted_connections(monkeypatch: pytest.MonkeyPatch, source: Memory) -> None:
     """Addresses beyond this machine are encrypted; here loopback is taken for one."""
-    for module in (sockets, server_module):
+    for module in (sockets, server_module, client_module):
         monkeypatch.setattr(module, "is_private", lambda address: False)
     server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
     client, stranger = PeerClient(KEY, "D"), PeerClient(b"x" * 32, "D")

@@ -87,6 +87,11 @@ class KVConnectorScheduler(ABC):
         """Notes that a request has been added."""
         return
 
+    def take_message(self) -> dict[str, Any] | None:
+        """Returns what is sent to the worker half at once, after `on_new_request`; None: nothing. It is never lost, as
+        a step that fails is."""
+        return None
+
     def request_started(self, request: Request) -> None:
         """Notes that a request was admitted, with or without a load."""
         return
@@ -111,8 +116,7 @@ class KVConnectorScheduler(ABC):
         return
 
     def build_connector_meta(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half, with the next step or when a request was added; None: nothing, and
-        no step is made for it."""
+        """Returns what is sent to the worker half with the next step; None: nothing, and no step is made for it."""
         return None
 
     def set_weights(self, path: str) -> None:

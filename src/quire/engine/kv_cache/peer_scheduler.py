@@ -69,7 +69,7 @@ class PeerScheduler(KVConnectorScheduler):
         if params is not None and params.do_remote_prefill and params.remote_request_id:
             address = self._peers.find_address(params.remote_host, params.port)
             if address is None:
-                logger.warning("blocks are not taken from %s: it is not among the peers", params.remote_host)
+                logger.warning("blocks are not taken from %r: it is not among the peers", params.remote_host)
             else:
                 self._offers[request.request_id] = params, address
                 keep = params.remote_request_id, address, params.remote_incarnation or ""
@@ -197,9 +197,12 @@ class PeerScheduler(KVConnectorScheduler):
             if request_id in self._found:
                 self._found[request_id] = found
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
+    def take_message(self) -> dict[str, Any] | None:
         message, self._message = self._message, {}
         return message or None
+
+    def build_connector_meta(self) -> dict[str, Any] | None:
+        return self.take_message()
 
     def set_weights(self, path: str) -> None:
         self._generation += 1

@@ -247,8 +247,8 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def on_new_request(self, request: Request) -> None:
         self.connector.on_new_request(request)
-        params = self.connector.build_connector_meta()
-        if params:  # at once: a step that carries it may be lost, and a request may wait for the answer
+        params = self.connector.take_message()
+        if params:
             self.link.send(KVConnectorMetadata(params=params))
 
     # -- rounds of admissions ----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from quire.wire.kv_peers import (
     server_tag,
     unpack_bits,
 )
-from quire.wire.sockets import make_peer_socket
+from quire.wire.sockets import is_private, make_peer_socket
 
 SILENCE_S = 2.0
 """Time without an answer after which a peer is given up."""
@@ -102,12 +102,19 @@ class PeerList:
 class PeerConnection:
     """A session with one server. Methods raise PeerError, after which it must be closed."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, key: bytes, fingerprint: bytes, engine_id: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        key: bytes,
+        hello: Hello,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
         self.address = address
         self._decoder: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
         self._next_id = 0
         try:
-            place = place_of(address)
+            place = place_of(address)  # and checks the address
             _probe(address)
             self._socket = make_peer_socket(
                 context, address, zmq.DEALER, curve_keys(key)[1], bind=False, max_message_bytes=MAX_RECORD_BYTES,
@@ -116,17 +123,15 @@ class PeerConnection:
         except (zmq.ZMQError, OSError, ConfigError) as e:
             raise PeerError("unreachable", f"{address}: {e}") from None
         try:
-            self.incarnation = self._greet(
-                key, Hello(PEER_VERSION, fingerprint, engine_id, secrets.token_bytes(32)), place
-            )
+            self.incarnation = self._greet(key, hello, place if is_private(address) else "", is_cancelled)
             """Name of the server's start."""
         except BaseException:
             self.close()
             raise
 
-    def _greet(self, key: bytes, hello: Hello, place: str) -> str:
+    def _greet(self, key: bytes, hello: Hello, place: str, is_cancelled: Callable[[], bool]) -> str:
         self.send(hello)
-        welcome = self._await(Welcome)
+        welcome = self._await(Welcome, None, is_cancelled)
         expected = server_tag(key, hello, welcome.nonce, welcome.incarnation, place)
         if welcome.version != PEER_VERSION or not hmac.compare_digest(welcome.tag, expected):
             raise PeerError("refused", f"{self.address} has another key")
@@ -176,8 +181,10 @@ class PeerConnection:
         except zmq.ZMQError as e:
             raise PeerError("silent", f"{self.address}: {e}") from None
 
-    def _await(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
-        answer, _ = self._receive(timeout_s, lambda: False)
+    def _await(
+        self, kind: type[Answer], timeout_s: float | None = None, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> Answer:
+        answer, _ = self._receive(timeout_s, is_cancelled)
         if not isinstance(answer, kind):
             raise PeerError("format", f"{self.address} sent {type(answer).__name__} and not {kind.__name__}")
         return answer
@@ -200,7 +207,8 @@ class PeerConnection:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise PeerError("format", f"{self.address}: {e}") from None
         if isinstance(answer, Refused):
-            raise PeerError("refused", f"{self.address} refuses: {answer.field} does not fit")
+            reason = "stale" if answer.field == "session" else "refused"
+            raise PeerError(reason, f"{self.address} refuses: {answer.field} does not fit")
         return answer, [frame.buffer for frame in frames]
 
 
@@ -223,19 +231,29 @@ class PeerClient:
         self._is_closed = False
 
     @contextlib.contextmanager
-    def connect(self, address: str, fingerprint: bytes, incarnation: str = "") -> Iterator[PeerConnection]:
+    def connect(
+        self,
+        address: str,
+        fingerprint: bytes,
+        incarnation: str = "",
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[PeerConnection]:
         """Lends a connection; one that has failed is closed. `incarnation`: the one that the server must have. Raises
         PeerError."""
         with self._lock:
             if self._is_closed:
                 raise PeerError("cancelled", "the engine ends")
             self._num_lent += 1
-            idle = self._idle.get((address, fingerprint))
+            idle = self._idle.get((address, fingerprint), [])
             connection = idle.pop() if idle else None
+            while connection is not None and incarnation not in ("", connection.incarnation):
+                connection.close()
+                connection = idle.pop() if idle else None
         is_good = False
         try:
             if connection is None:
-                connection = PeerConnection(self._context, address, self._key, fingerprint, self._engine_id)
+                hello = Hello(PEER_VERSION, fingerprint, self._engine_id, secrets.token_bytes(32))
+                connection = PeerConnection(self._context, address, self._key, hello, is_cancelled)
             if incarnation and connection.incarnation != incarnation:
                 raise PeerError("stale", f"{address} was started again since it promised the blocks")
             yield connection

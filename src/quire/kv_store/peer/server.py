@@ -217,7 +217,7 @@ class BlockServer:
             raise ConfigError(f"KV blocks cannot be served at {address}: {e}; name another address") from None
         self.address = bound_address(self._socket)
         """Address with the port that the system has chosen, if it was to choose one."""
-        self._place = place_of(self.address)
+        self._place = place_of(self.address) if is_private(address) else ""
         self._waker, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
         self._waker.connect("inproc://wake")
@@ -270,7 +270,7 @@ class BlockServer:
                 self._take(name, frames)
             except Exception:
                 logger.exception("the server of KV blocks ends a session")
-                self._sessions.pop(name, None)
+                self._refuse(name, "session")
 
     def _take(self, name: bytes, frames: list[bytes]) -> None:
         try:
@@ -281,7 +281,7 @@ class BlockServer:
         if isinstance(message, Hello):
             self._greet(name, message)
         elif session is None or message is None:
-            self._send(name, Refused("message"))
+            self._send(name, Refused("message" if message is None else "session"))
         else:
             self._sessions[name] = session  # behind all others
             if isinstance(message, Proof):
@@ -341,7 +341,7 @@ class BlockServer:
                     has_more |= self._send_block(name, session, now)
                 except Exception:
                     logger.exception("the server of KV blocks ends a session")
-                    self._sessions.pop(name, None)
+                    self._refuse(name, "session")
         return has_more
 
     def _send_block(self, name: bytes, session: _Session, now: float) -> bool:

@@ -6,7 +6,6 @@ cancelled because the blocks are needed. Between, the server's thread copies a b
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.peer.client import PeerClient, PeerError
+from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
 from quire.kv_store.peer.server import BlockServer, BlockSource, Record
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
 from quire.logger import init_logger
@@ -45,7 +44,7 @@ REST_S = 5.0
 """Time for which a block server that has not answered is not asked."""
 END_S = 1.0
 MAX_ENDED = 1024
-"""Number of ended leases whose names are remembered."""
+"""Number of ended leases, and of addresses that rest, that are remembered."""
 
 
 class _Lease:
@@ -195,8 +194,9 @@ class PeerLoad:
             if block_ids[position]
         ]
         names = [(group, keys[position].digest) for position, group, _ in wanted]
-        with self._client.connect(params["peer"], namespace.fingerprint, params.get("incarnation", "")) as peer:
-            records = peer.fetch(params.get("lease", ""), names, self._is_cancelled.is_set)
+        is_cancelled, incarnation = self._is_cancelled.is_set, params.get("incarnation", "")
+        with self._client.connect(params["peer"], namespace.fingerprint, incarnation, is_cancelled) as peer:
+            records = peer.fetch(params.get("lease", ""), names, is_cancelled)
             places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
             for ((position, group, block_id), following), (head, payload) in zip(places, records, strict=True):
                 header = namespace.header_of(group, keys[position])
@@ -269,7 +269,7 @@ class PeerWorker(RecordWorker):
             self._server = BlockServer(self._leases, self.directory.key, extra["listen"], extra["engine_id"])
         self._tiers: list[str] = extra["tiers"]
         self._rests_until: dict[str, float] = {}
-        """Times until which servers are not asked."""
+        """Times until which addresses are not asked, and sent no renewals."""
         self._kept: dict[str, tuple[str, str]] = {}
         """Leases of waiting requests: lease to address and incarnation. Owned by the keeper's thread."""
         self._loads = _Tasks("kv-peer-load", extra["io_threads"])
@@ -328,15 +328,26 @@ class PeerWorker(RecordWorker):
         """Asks all tiers which blocks they have, and reports it: one that does not answer has none."""
         found: dict[str, list[bool]] = {}
         for address in self._tiers:
-            if namespace is None or time.monotonic() < self._rests_until.get(address, 0.0):
+            if namespace is None or self._is_resting(address):
                 continue
             try:
-                with self._client.connect(address, namespace.fingerprint) as peer:
-                    found[address] = peer.have(keys, ASK_S)
+                found[address] = self._ask_one(address, keys, namespace)
             except Exception as e:  # a request waits for the answer
                 logger.warning("the block server %s is not asked for %.0f s: %s", address, REST_S, e)
-                self._rests_until[address] = time.monotonic() + REST_S
+                self._rest(address)
         self._report(KVConnectorOutput(info={"have": {request_id: found}}))
+
+    def _ask_one(self, address: str, keys: list[RecordName], namespace: Namespace) -> list[bool]:
+        """Asks one server; connections from before its restart are tried and dropped. Raises PeerError."""
+        for _ in range(MAX_IDLE):
+            try:
+                with self._client.connect(address, namespace.fingerprint) as peer:
+                    return peer.have(keys, ASK_S)
+            except PeerError as e:
+                if e.reason != "stale":
+                    raise
+        with self._client.connect(address, namespace.fingerprint) as peer:
+            return peer.have(keys, ASK_S)
 
     def _release(self, lease: str) -> None:
         place = self._kept.pop(lease, None)
@@ -350,9 +361,19 @@ class PeerWorker(RecordWorker):
     def _send(self, place: tuple[str, str], message: Renew | Release) -> None:
         """Sends a peer what needs no answer. One that cannot be reached ends its leases itself."""
         namespace = self.namespace
-        if namespace is not None:
-            with (
-                contextlib.suppress(PeerError),
-                self._client.connect(place[0], namespace.fingerprint, place[1]) as peer,
-            ):
+        if namespace is None or self._is_resting(place[0]):
+            return
+        try:
+            with self._client.connect(place[0], namespace.fingerprint, place[1]) as peer:
                 peer.send(message)
+        except PeerError as e:
+            if e.reason != "stale":
+                self._rest(place[0])
+
+    def _rest(self, address: str) -> None:
+        if len(self._rests_until) >= MAX_ENDED:
+            self._rests_until.clear()
+        self._rests_until[address] = time.monotonic() + REST_S
+
+    def _is_resting(self, address: str) -> bool:
+        return time.monotonic() < self._rests_until.get(address, 0.0)
