@@ -124,7 +124,7 @@ class KVTransferConfig:
     kv_store_skip_salted: bool = flag(False, "Keep blocks of requests with a cache_salt out of --kv-store.")
     transfer: dict[str, Any] | None = flag(
         None,
-        "JSON object: a store as vLLM's connectors are configured; its extra keys are in docs/kv_store.md.",
+        "JSON object: a store (docs/kv_store.md) or peers (docs/disaggregation.md), as vLLM configures its connectors.",
         name="kv_transfer_config",
         parse=parse_json_object,
         metavar="JSON",

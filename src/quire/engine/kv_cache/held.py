@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quire.engine.kv_cache.block import KVCacheBlock
@@ -93,14 +93,21 @@ class BlockLeases:
         self.num_ended: Counter[str] = Counter()
         """Leases by end, since the last statistics."""
 
-    def grant(self, request: Request, name: str) -> int:
+    def grant(self, request: Request, name: str, is_being_filled: Callable[[int], bool]) -> int:
         """Holds the computed blocks of an ended request's prompt, but for its last token. Returns how many tokens they
-        hold: whole blocks, and all that a token after them reads."""
+        hold: whole blocks, and all that a token after them reads.
+
+        What is found may be another request's block of the same content: with one that a step in flight still fills,
+        nothing is held.
+        """
         size = self._manager.block_size
         order = SaveOrder(0, [], name)
         tables = self._manager.hold_computed(id(order), request, (request.num_prompt_tokens - 1) // size)
         hashes, num_blocks = request.block_hashes, len(tables[0]) if tables else 0
         if not num_blocks:
+            return 0
+        if any(is_being_filled(block.block_id) for table in tables for block in table if not block.is_null):
+            self._manager.held.release(id(order))
             return 0
         for index in range(num_blocks):
             tokens = tuple(request.all_token_ids[index * size : (index + 1) * size])

@@ -231,7 +231,7 @@ class KVExchange(NoExchange, AdmissionGate):
         given to others since."""
         lease = self.connector.name_lease(request) if may_be_stored(request) else None
         if lease is not None:
-            num_tokens = self.leases.grant(request, lease)
+            num_tokens = self.leases.grant(request, lease, self.saver.is_being_filled)
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:

@@ -132,7 +132,7 @@ def test_windows_are_taken_only_whole() -> None:
 def test_a_peer_that_cannot_be_used_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     half = Half()
     request, now = half.add(OFFER), 50.0
-    monkeypatch.setattr(peer_scheduler.time, "monotonic", lambda: now)
+    monkeypatch.setattr("quire.engine.kv_cache.peer_scheduler.time.monotonic", lambda: now)
     order = LoadOrder(1, "p2p", 0, [], [], {"peer": ADDRESS})
     half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="gone"))
     assert half.match(request) is not NO_MATCH

@@ -606,6 +606,17 @@ def test_a_reset_and_an_end_break_leases(tier: FakeTier, is_sent: bool) -> None:
     engine.core.shutdown()
 
 
+def test_a_block_that_a_step_in_flight_fills_is_not_leased(tier: FakeTier) -> None:
+    """Another request may compute the same content, and its block be found."""
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.exchange.saver.is_being_filled = lambda block_id: block_id == 3  # type: ignore[method-assign]
+    engine.add("a", max_tokens=1)
+    engine.finish()
+    assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 0}}
+    assert engine.held() == {}
+
+
 def test_aborted_requests_and_those_with_adapters_are_not_leased(tier: FakeTier) -> None:
     tier.lease_interval = 1
     engine = Engine(tier)
