@@ -44,6 +44,7 @@ class Tier:
         self.sim = simulation
         self.is_used = simulation.world.has_tier
         self.store = FakeTier("simulation")
+        self.store.lease_interval = (simulation.world.tier_seed or 0) % 3
         self.clock = TierClock()
         self._rng = random.Random(simulation.world.tier_seed)
         self._speed = self._rng.choice((1, 4, 20))

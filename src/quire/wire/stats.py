@@ -167,6 +167,8 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Blocks that the connector can find."""
     num_stored_bytes: int = 0
     """Bytes of the store, those of other models included."""
+    num_leases: dict[str, int] = {}
+    """Leases of blocks to other engines that have ended, by end: "released", "expired", "broken", "error"."""
     num_rejected_records: dict[str, int] = {}
     """Records that were read and could not be used, by reason (`kv_store/record.py: REJECTIONS`)."""
     num_saves_begun: int = 0

@@ -204,3 +204,16 @@ def postponed_block_leaks_a_pin(patch: Patch) -> None:
             self._manager.held.pin(f"{id(order)} again", [self._manager.block_pool.blocks[order.blocks[0].block_id]])
 
     wrap(patch, BlockSaver, "offer_postponed", offer)
+
+
+@tier_mutant
+def leased_blocks_are_given_away(patch: Patch) -> None:
+    """Blocks that another engine was promised are free."""
+
+    def hold(original: Any, self: KVCacheManager, holder: Any, *args: Any) -> Any:
+        tables = original(self, holder, *args)
+        self.held.release(holder)
+        self.held.hold(holder, "leased", [])
+        return tables
+
+    wrap(patch, KVCacheManager, "hold_computed", hold)

@@ -30,7 +30,8 @@ class ExternalMatch(NamedTuple):
     num_tokens: int
     """Whole blocks. All groups have what a token after them reads."""
     source: str = "external_unspecified"
-    """Label of metrics, and the unit that is measured and rested: host, p2p, disk, external_unspecified."""
+    """Label of metrics: host, p2p, disk, external_unspecified. It is also what is measured, and rested when it stalls;
+    of several with one label, each has a name after a colon."""
     params: dict[str, Any] | None = None
     """Sent to the worker half with the load."""
 
@@ -43,6 +44,10 @@ class KVConnectorScheduler(ABC):
 
     All methods but two do nothing unless they are overridden.
     """
+
+    asks_again = True
+    """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
+    report of the worker half."""
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         self.config = config
@@ -108,6 +113,24 @@ class KVConnectorScheduler(ABC):
     def on_new_request(self, request: Request) -> None:
         """Notes that a request has been added."""
         return
+
+    def take_message(self) -> dict[str, Any] | None:
+        """Returns what is sent to the worker half at once, after `on_new_request`; None: nothing. It is never lost, as
+        a step that fails is."""
+        return None
+
+    def request_started(self, request: Request) -> None:
+        """Notes that a request was admitted, with or without a load."""
+        return
+
+    def name_lease(self, request: Request) -> str | None:
+        """Returns the name under which the blocks of an ended request's prompt are held for another engine; None: they
+        are not."""
+        return None
+
+    def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
+        """Returns the `kv_transfer_params` of an ended request's last output. `num_tokens` are held by `lease`."""
+        return None
 
     def request_finished(self, request: Request) -> None:
         """Notes that a request has ended."""

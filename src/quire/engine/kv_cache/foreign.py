@@ -120,9 +120,10 @@ class ForeignScheduler(KVConnectorScheduler):
         ids = [[block.block_id for block in table] for table in tables] or [[] for _ in self.specs]
         finish: Any = getattr(self.foreign, "request_finished_all_groups", None)
         if finish is not None:
-            is_held, _ = self._ask((False, None), finish, foreign, tuple(ids))
+            is_held, params = self._ask((False, None), finish, foreign, tuple(ids))
         else:
-            is_held, _ = self._ask((False, None), self.foreign.request_finished, foreign, ids[0] if ids else [])
+            is_held, params = self._ask((False, None), self.foreign.request_finished, foreign, ids[0] if ids else [])
+        request.report.transfer_params = params
         blocks = [block for table in tables for block in table if not block.is_null]
         if is_held and blocks:  # the scheduler has just freed them, and has given none of them away
             self._manager.held.pin(("sending", request_id), blocks)

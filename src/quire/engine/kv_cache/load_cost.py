@@ -21,6 +21,8 @@ REST_S, MAX_REST_S = 5.0, 60.0
 QUARANTINE_S = 5.0
 """Time after which nothing waits any more for the blocks of a transfer that was given up."""
 NEVER = float("inf")
+MAX_SOURCES = 1024
+"""Most sources that are remembered."""
 _NEW_SHARE = 0.3
 """Weight of a new rate in the average."""
 _DECAY = 0.95
@@ -142,4 +144,6 @@ class LoadCost:
         return now < self._of(source).rests_until
 
     def _of(self, source: str) -> _Source:
+        if source not in self._sources and len(self._sources) >= MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
         return self._sources.setdefault(source, _Source())

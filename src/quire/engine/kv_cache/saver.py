@@ -109,6 +109,10 @@ class BlockSaver:
                 self._add(part, number, blocks, now)
             self._order(blocks, now)
 
+    def is_being_filled(self, block_id: int) -> bool:
+        """Returns whether a step without a result fills a block: others may hit it, but it cannot be read yet."""
+        return block_id in self._filled_by
+
     def forget_steps(self) -> None:
         """Forgets the blocks of steps that were given up."""
         self._steps.clear()

@@ -72,7 +72,7 @@ class DiskConnector(KVConnectorBase_V1):
         return transfers
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._sends and bool(block_ids), None
+        return self._sends and bool(block_ids), {"num_blocks": len(block_ids)} if self._sends else None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.layers = kv_caches

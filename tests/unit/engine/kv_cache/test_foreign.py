@@ -100,6 +100,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason | None] = {}
         self.num_external: dict[str, int] = {}
+        self.transfer_params: dict[str, dict[str, Any]] = {}
         self.params: dict[str, tuple[list[int], SamplingParams]] = {}
 
     def add(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> None:
@@ -114,6 +115,8 @@ class Engine:
             for output in [output for batch in (outputs or {}).values() for output in batch.outputs]:
                 self.tokens[output.request_id] += output.new_token_ids
                 self.reasons[output.request_id] = output.finish_reason
+                if output.kv_transfer_params is not None:
+                    self.transfer_params[output.request_id] = output.kv_transfer_params
                 if output.prefill_stats is not None:
                     self.num_external[output.request_id] = output.prefill_stats.num_external_cached_tokens
             self.scheduler.kv_cache_manager.check_integrity()
@@ -254,6 +257,7 @@ def test_what_cannot_be_loaded_is_computed_or_fails(saved: Path, is_async: bool)
 def test_blocks_stay_until_they_were_sent(tmp_path: Path) -> None:
     engine = run(settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path), sends=True), num_blocks=10)
     assert engine.held() == {"pinned": 9}
+    assert engine.transfer_params == {"a": {"num_blocks": 9}}
     engine.add("b", [9] * 30)
     engine.finish()  # waits for the blocks of the first
     assert engine.reasons["b"] is FinishReason.LENGTH

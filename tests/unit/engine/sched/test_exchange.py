@@ -63,6 +63,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.prefills: dict[str, PrefillStats] = {}
         self.load_spans: dict[str, tuple[float, float] | None] = {}
+        self.leases: dict[str, dict[str, Any]] = {}
         self.transfers = KVTransferStats()
 
     def add(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 3, **fields: Any) -> None:
@@ -77,6 +78,8 @@ class Engine:
             for batch in (outputs or {}).values():
                 for output in batch.outputs:
                     self.tokens[output.request_id] += output.new_token_ids
+                    if output.kv_transfer_params is not None:
+                        self.leases[output.request_id] = output.kv_transfer_params
                     if output.prefill_stats is not None:
                         self.prefills[output.request_id] = msgspec.structs.replace(output.prefill_stats, load_span=None)
                         self.load_spans[output.request_id] = output.prefill_stats.load_span
@@ -92,6 +95,8 @@ class Engine:
             total.num_dropped_blocks[reason] = total.num_dropped_blocks.get(reason, 0) + number
         for reason, number in new.num_rejected_records.items():
             total.num_rejected_records[reason] = total.num_rejected_records.get(reason, 0) + number
+        for end, number in new.num_leases.items():
+            total.num_leases[end] = total.num_leases.get(end, 0) + number
         total.num_loads_begun += new.num_loads_begun
         total.num_saves_begun += new.num_saves_begun
         total.num_saved_blocks += new.num_saved_blocks
@@ -122,6 +127,13 @@ class Engine:
             assert request.sampling_params is not None
             right = expected_output(self.executor.model, request.prompt_token_ids, request.sampling_params, 64)
             assert self.tokens[request_id] == right.token_ids
+
+    def finish_but(self, held: list[str]) -> None:
+        """Runs all requests to their end; only blocks in these states are held then."""
+        for _ in range(50):
+            self.step()
+        assert not self.scheduler.requests
+        assert sorted(self.held()) == held
 
     def held(self) -> dict[str, int]:
         return dict(self.scheduler.kv_cache_manager.held.count())
@@ -632,3 +644,103 @@ def test_what_cannot_work_yet_is_refused(tier: FakeTier, changes: dict[str, Any]
 def test_an_unknown_connector_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'FakeTeir' is not known.*FakeTier"):
         KVTransferConfig(kv_connector="FakeTeir")
+
+
+# -- leases ----------------------------------------------------------------------------------------------------
+
+
+def lease(tier: FakeTier, *manners: Manner, **options: Any) -> Engine:
+    """An engine that holds the blocks of an ended request."""
+    tier.lease_interval = 1
+    engine = Engine(tier, **options)
+    engine.worker.manners = list(manners) or ["hung"]
+    engine.scheduler.exchange.saver._max_pinned_blocks = 0
+    engine.add("a", max_tokens=1)
+    engine.step(2)
+    assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 28}}
+    assert engine.held() == {"leased": 7}
+    assert not engine.core.has_work()
+    return engine
+
+
+def test_a_lease_holds_the_blocks_of_the_prompt_until_it_is_released(tier: FakeTier) -> None:
+    engine = lease(tier)
+    engine.add("b", [8] * 30)
+    engine.finish_but(["leased"])
+    assert engine.held() == {"leased": 14}
+    engine.worker.free()
+    engine.finish()
+    assert engine.held() == {}
+    assert engine.transfers.num_leases == {"released": 2}
+
+
+def test_a_request_that_runs_breaks_the_oldest_lease_before_one_is_preempted(tier: FakeTier) -> None:
+    engine = lease(tier, num_blocks=17)  # 9 are left
+    tier.lease_interval = 0
+    engine.add("b", [8] * 30, max_tokens=20)
+    engine.finish()
+    assert engine.transfers.num_leases == {"broken": 1}
+    assert engine.held() == {}
+
+
+def test_a_request_that_waits_breaks_leases_only_where_nothing_runs(tier: FakeTier) -> None:
+    engine = lease(tier, num_blocks=19)
+    tier.lease_interval = 0
+    engine.add("b", [8] * 15, max_tokens=2)
+    engine.step()
+    engine.add("c", [9] * 45, max_tokens=2)
+    engine.step()
+    assert engine.status("c") is RequestStatus.WAITING
+    assert engine.held() == {"leased": 7}, "b runs, and will end"
+    engine.finish()
+    assert engine.transfers.num_leases == {"broken": 1}
+
+
+def test_a_lease_that_was_not_sent_is_broken_at_once(tier: FakeTier) -> None:
+    tier.lease_interval = 1
+    engine = Engine(tier, num_blocks=12)
+    engine.scheduler.exchange.saver._max_pinned_blocks = 0
+    engine.add("a", max_tokens=1)
+    engine.step()
+    engine.add("b", [9] * 40, max_tokens=1)
+    engine.finish()
+    assert engine.transfers.num_leases["broken"] == 1
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_reset_and_an_end_break_leases(tier: FakeTier, is_sent: bool) -> None:
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.worker.manners = ["hung"]
+    engine.scheduler.exchange.saver._max_pinned_blocks = 0
+    engine.add("a", max_tokens=1)
+    engine.step(2 if is_sent else 1)
+    assert engine.held() == {"leased": 7}
+    engine.exchange.link.wait = lambda seconds: engine.move()  # type: ignore[method-assign]
+    assert engine.core.lifecycle.reset_prefix_cache()
+    assert engine.held() == {}
+    engine.core.shutdown()
+
+
+def test_a_block_that_a_step_in_flight_fills_is_not_leased(tier: FakeTier) -> None:
+    """Another request may compute the same content, and its block be found."""
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.exchange.saver.is_being_filled = lambda block_id: block_id == 3  # type: ignore[method-assign]
+    engine.add("a", max_tokens=1)
+    engine.finish()
+    assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 0}}
+    assert engine.held() == {}
+
+
+def test_aborted_requests_and_those_with_adapters_are_not_leased(tier: FakeTier) -> None:
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.add("a", max_tokens=9)
+    engine.step()
+    engine.core.abort_requests(["a"])
+    del engine.requests["a"]
+    engine.add("b", PROMPT[:3], max_tokens=1)
+    engine.finish()
+    assert engine.leases == {"b": {"lease": "lease 1", "num_tokens": 0}}, "less than a block: nothing is held"
+    assert engine.held() == {}

@@ -480,6 +480,14 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         samples=lambda transfers: labelled(transfers.num_dropped_blocks),
     ),
     of_transfers(
+        name="kv_leases",
+        kind="counter",
+        help="Leases of KV blocks to other engines that have ended, by end. broken: the blocks were needed here.",
+        labels=("end",),
+        known=each(("released", "expired", "broken", "error")),
+        samples=lambda transfers: labelled(transfers.num_leases),
+    ),
+    of_transfers(
         name="kv_held_blocks",
         kind="gauge",
         help="References of KV blocks that transfers hold, by state. zombie: of a load that was given up and has not "
