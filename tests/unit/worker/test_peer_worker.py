@@ -33,7 +33,7 @@ from quire.wire.kv_transfer import (
 )
 from quire.worker.kv_cache import KVCacheMemory
 from quire.worker.kv_transfer import peer_worker
-from quire.worker.kv_transfer.peer_worker import PeerWorker
+from quire.worker.kv_transfer.peer_worker import PeerWorker, address_of
 from quire.worker.kv_transfer.transfers import Namespace
 
 from .test_store_worker import FULL, WINDOW, make_keys, make_memory, replace_tokens
@@ -241,3 +241,16 @@ def test_block_servers_are_asked_and_read(make_engine: MakeEngine, tmp_path: Pat
     server.close()
     writer.abandon()
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("listen", "index", "address"),
+    [
+        ("tcp://10.0.0.1:99", 0, "tcp://10.0.0.1:99"),
+        ("tcp://10.0.0.1:99", 2, "tcp://10.0.0.1:101"),
+        ("tcp://[::1]:0", 2, "tcp://[::1]:0"),
+        ("ipc:///run/p", 1, "ipc:///run/p.1"),
+    ],
+)
+def test_engines_of_one_server_listen_apart(listen: str, index: int, address: str) -> None:
+    assert address_of(listen, index) == address

@@ -253,6 +253,15 @@ class _Tasks:
             del task  # it holds the memory of the KV cache, which may be released now
 
 
+def address_of(listen: str, engine_index: int) -> str:
+    """Returns the address that one of several engines listens at: their ports or paths follow one another."""
+    head, _, port = listen.rpartition(":")
+    if not engine_index or listen.endswith(":0"):
+        return listen
+    is_port = listen.startswith("tcp://") and port.isdecimal()
+    return f"{head}:{int(port) + engine_index}" if is_port else f"{listen}.{engine_index}"
+
+
 class PeerWorker(RecordWorker):
     """Takes blocks from peers, and serves leased ones."""
 
@@ -266,7 +275,8 @@ class PeerWorker(RecordWorker):
         self._leases = LeasedBlocks(self.directory.key, extra["kv_lease_duration"], self._identify_self, self.end)
         self._server = None
         if config.kv_transfer_config.kv_role != "kv_consumer":
-            self._server = BlockServer(self._leases, self.directory.key, extra["listen"], extra["engine_id"])
+            address = address_of(extra["listen"], config.parallel_config.engine_index)
+            self._server = BlockServer(self._leases, self.directory.key, address, extra["engine_id"])
         self._tiers: list[str] = extra["tiers"]
         self._rests_until: dict[str, float] = {}
         """Times until which addresses are not asked, and sent no renewals."""
