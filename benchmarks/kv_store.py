@@ -1,11 +1,14 @@
-"""Measures the KV store: reading beside its ceilings, a first token after a restart, and what storing costs.
+"""Measures the KV store: reading beside its ceilings, a first token after a restart, what storing costs, and blocks
+taken from another engine.
 
-    python -m benchmarks.kv_store [--dir DIRECTORY] [--model half] [--tokens 8192] [reading] [restart] [cost]
+    python -m benchmarks.kv_store [--dir DIRECTORY] [--model half] [--tokens 8192] [reading] [restart] [cost] [pd]
 
 reading: GB/s of records into blocks, beside the file alone and the tags alone (goal: 85 % of the lower one).
 restart: seconds to the first token of a long prompt: computed, and read by an engine that was killed and started again,
 with the file pages in memory and dropped; how long the last block took to be stored.
 cost: output tokens per second of prompts that share nothing, with and without the store, in turns.
+pd: seconds from the answer of an engine that prefills to the first token of one that decodes, over loopback (goal: 0.25
+for 4,096 tokens of `half`), beside computing the prompt.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +144,7 @@ def measure_reading(directory: Path) -> None:
 # -- restart -------------------------------------------------------------------------------------------------------
 
 
-def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8) -> LLM:
+def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8, **options: Any) -> LLM:
     return LLM(
         str(model),
         max_model_len=MAX_MODEL_LEN,
@@ -149,6 +153,7 @@ def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8) -> LLM:
         skip_tokenizer_init=True,
         kv_store=None if directory is None else str(directory),
         kv_store_size=STORE_BYTES,
+        **options,
     )
 
 
@@ -241,6 +246,44 @@ def measure_cost(model: Path, directory: Path, num_rounds: int = 5) -> None:
     shutil.rmtree(directory)
 
 
+# -- prefill and decode apart --------------------------------------------------------------------------------------
+
+
+def measure_apart(model: Path, directory: Path, num_tokens: int, num_rounds: int = 5) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    transfer: dict[str, Any] = {"kv_connector": "PeerConnector", "kv_role": "kv_both"}
+    transfer["kv_connector_extra_config"] = {"path": str(directory)}
+    prefill, decode = (make_llm(model, None, kv_transfer_config=transfer) for _ in range(2))
+    seconds: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for number in range(num_rounds + 1):  # the first round measures how fast blocks come
+        seed = 100 + number
+        computed, tokens, _, params = time_transfer(prefill, num_tokens, seed, {"do_remote_decode": True})
+        taken, same_tokens, cached, _ = time_transfer(decode, num_tokens, seed, params)
+        assert tokens == same_tokens, "the first tokens differ"
+        assert cached == (num_tokens - 1) // 16 * 16, f"only {cached} tokens were taken"
+        seconds["prefill"].append(computed)
+        seconds["decode"].append(taken)
+    for llm in (prefill, decode):
+        llm.shutdown()
+    computed, taken = (statistics.median(seconds[name][1:]) for name in ("prefill", "decode"))
+    print(f"{num_tokens} tokens: computed in {computed:.3f} s; then the other engine's first token after {taken:.3f} s")
+    print("all rounds: " + " ".join(f"{value:.3f}" for value in seconds["decode"]))
+    shutil.rmtree(directory)
+
+
+def time_transfer(
+    llm: LLM, num_tokens: int, seed: int, transfer: dict[str, Any] | None
+) -> tuple[float, list[int], int, dict[str, Any] | None]:
+    """Returns seconds, the first token, how many tokens of the prompt were cached, and the kv_transfer_params."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args={"kv_transfer_params": transfer}
+    )
+    start = time.perf_counter()
+    (output,) = llm.generate([make_prompt(num_tokens, seed)], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return seconds, list(output.outputs[0].token_ids), output.num_cached_tokens or 0, output.kv_transfer_params
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["reading", "restart", "cost"])
@@ -262,6 +305,8 @@ def main() -> None:
         measure_restart(model, args.dir, args.tokens)
     if "cost" in args.parts:
         measure_cost(model, args.dir)
+    if "pd" in args.parts:
+        measure_apart(model, args.dir, args.tokens)
 
 
 if __name__ == "__main__":

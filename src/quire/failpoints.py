@@ -29,6 +29,8 @@ FAILPOINTS: dict[str, str] = {
     "kv.write": "transfer thread: a record of the KV store is not written yet",
     "kv.seal": "an extent of the KV store has no table yet",
     "kv.evict": "the evictor of the KV store has chosen an extent, which is still there",
+    "kv.peer.send": "the server of KV blocks has not sent a block yet",
+    "kv.peer.receive": "transfer thread: a block of another engine has arrived, and is not checked yet",
     "lora.read": "loader's thread: an adapter's files are not opened yet; the key is its name",
     "lora.pack": "loader's thread: factors are read, not packed; the key is the adapter's name",
     "lora.install": "worker: an adapter is loaded, before a step begins; the key is its name",

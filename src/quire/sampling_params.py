@@ -19,6 +19,8 @@ import msgspec
 from quire import envs
 from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX, FieldBound, NamedFields
+from quire.kv_transfer_params import FIELD as TRANSFER_PARAMS
+from quire.kv_transfer_params import parse_transfer_params
 from quire.structured_outputs import ReasoningTokens, are_reasoning_tokens
 from quire.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
@@ -307,6 +309,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedFields, omit_defaults=True, 
         for bound in EXTRA_FIELDS:
             if extra and bound.name in extra:
                 bound.validate(extra[bound.name])
+        if extra and extra.get(TRANSFER_PARAMS) is not None:
+            parse_transfer_params(extra[TRANSFER_PARAMS])
         detection: object = self.repetition_detection
         if detection is not None and not isinstance(detection, RepetitionDetectionParams):
             raise ValidationError(

@@ -12,6 +12,7 @@ VOCABULARY = {
     "quire.failpoints",
     "quire.field_bounds",
     "quire.interrupts",
+    "quire.kv_transfer_params",
     "quire.logger",
     "quire.resolve",
     "quire.sampling_params",
@@ -47,7 +48,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
-    "kv_store": {"numpy"},
+    "kv_store": {"numpy", "msgspec", "zmq"},
     "worker": {"torch", "safetensors", "numpy", "transformers"},
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {

@@ -14,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
 from quire.testing.tiny_models import make_tiny_checkpoint
+from tests.unit.engine.kv_cache.disk_connector import DiskConnector
 
 PROMPT = {"prompt_token_ids": [3 + i * i % 200 for i in range(200)]}
 NUM_STORED = 200 // 16
@@ -123,3 +124,21 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
         sizes.append(count_blocks(directory))
     assert sizes[0] >= NUM_STORED
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_connector_written_for_vllms_interface(is_async: bool, tmp_path: Path) -> None:
+    """Bytes are opaque to this one, so native kernels do: an answer has the same bits. While its thread loads, the
+    engine has nothing else to do, and asks it."""
+    DiskConnector.may_load.set()
+    transfer = {
+        "kv_connector": "DiskConnector",
+        "kv_connector_module_path": DiskConnector.__module__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store"), "is_async": is_async},
+    }
+    with engine(make_tiny_checkpoint(tmp_path / "llama", "llama"), None, kv_transfer_config=transfer) as llm:
+        expected, num_cached = answer(llm)
+        assert num_cached == 0
+        assert llm.reset_prefix_cache()
+        assert answer(llm) == (expected, NUM_STORED * 16)

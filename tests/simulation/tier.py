@@ -44,6 +44,7 @@ class Tier:
         self.sim = simulation
         self.is_used = simulation.world.has_tier
         self.store = FakeTier("simulation")
+        self.store.lease_interval = (simulation.world.tier_seed or 0) % 3
         self.clock = TierClock()
         self._rng = random.Random(simulation.world.tier_seed)
         self._speed = self._rng.choice((1, 4, 20))
@@ -118,6 +119,8 @@ class Tier:
         """Something happens to the store."""
         rng = random.Random(number)
         match number % 5:
+            case 0 if number % 2:
+                self.store.takes_saves = not self.store.takes_saves
             case 0:
                 self.store.asks_again = not self.store.asks_again
             case 1:
@@ -137,13 +140,18 @@ class Tier:
         """The end of all transfers."""
         if not self.is_used:
             return
-        self.store.asks_again = False
+        self.store.asks_again, self.store.takes_saves = False, True
         self.worker.manners = ["good"]
         self.worker.free()
-        for _ in range(3):  # saves of the last step are ordered with the next
+        self.exchange.link.put(KVConnectorOutput())  # as when the store becomes able to take blocks
+        saver = self.exchange.saver
+        for _ in range(10_000):  # saves of the last step are ordered with the next, postponed ones as others end
             self._advance(10_000)
-            if self.sim.core.has_work():
-                self.sim._step(0)
+            if not self.sim.core.has_work():
+                break
+            self.sim._step(0)
+        waiting = saver.count_waiting()
+        assert not any(waiting.values()), f"nothing runs, and {waiting} blocks are to be saved"
         held = self.exchange._manager.held.count()
         assert not held, f"nothing runs, and {held} blocks are held"
         assert not self.worker.active
@@ -199,3 +207,7 @@ class Tier:
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries, f"{prefix}"
         assert total["begun"] == total["ended"] + stats.num_loads_in_flight, f"{total}, {stats}"
+        total["to be saved"] += stats.num_saves_begun - stats.num_saved_blocks - sum(stats.num_dropped_blocks.values())
+        assert total["to be saved"] == sum(stats.num_waiting_saves.values()), f"{total}, {stats}"
+        for name, number in [*stats.num_waiting_saves.items(), *stats.num_dropped_blocks.items()]:
+            seen[f"saves: {name}"] += number

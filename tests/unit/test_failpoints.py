@@ -41,6 +41,8 @@ PLACES = {
     "kv.write": ("extent.py", "append"),
     "kv.seal": ("extent.py", "write_table"),
     "kv.evict": ("directory.py", "evict"),
+    "kv.peer.send": ("server.py", "_send_block"),
+    "kv.peer.receive": ("client.py", "_take_blocks"),
     "worker.step": ("proc.py", "_serve"),
     "worker.load": ("worker.py", "load_model"),
     "worker.barrier": ("shm.py", "ready"),

@@ -51,6 +51,20 @@ from quire.wire.kv_cache import (
     SlidingWindowSpec,
 )
 from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventSource
+from quire.wire.kv_peers import (
+    Bitmap,
+    Block,
+    Credit,
+    Get,
+    Gone,
+    Have,
+    Hello,
+    Proof,
+    Refused,
+    Release,
+    Renew,
+    Welcome,
+)
 from quire.wire.kv_transfer import (
     BlockKey,
     KVConnectorMetadata,
@@ -174,8 +188,11 @@ SPEC_METRICS = SpecDecodeMetrics(3, 2, True)
 SPEC_STATS = SpecDecodingStats(3, 2, 6, 4, [2, 1, 1], 1, 1, 9, {"budget": 3}, 0.25, False)
 STEP_TRACE = StepTrace(1.5, 1.625, 2.5, 2.75, 3.0, 40, 3, 4, 5, 60)
 PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
-PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1})
-TRANSFER_STATS = KVTransferStats(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9)
+PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1}, (1.5, 2.5))
+TRANSFER_STATS = KVTransferStats(
+    *(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9, {"broken": 10}),
+    *({"mac": 2}, 6, {"postponed": 2}, [0.25]),
+)
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
     TRANSFER_STATS,
@@ -223,7 +240,7 @@ REQUEST_SNAPSHOT = RequestSnapshot(
 BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
 LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
 SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
-TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK])], [6], {"x": 1})
+TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "lease")], [6], {"x": 1})
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac")
 SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
 
@@ -297,11 +314,23 @@ FULL: dict[str, Any] = {
     "BlockKey": BLOCK_KEY,
     "LoadOrder": LOAD_ORDER,
     "SavedBlock": SAVED_BLOCK,
-    "SaveOrder": SaveOrder(8, [SAVED_BLOCK]),
+    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease"),
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,
     "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}),
+    "Hello": Hello(1, b"f" * 32, "D", b"n" * 32),
+    "Proof": Proof(b"t" * 32),
+    "Have": Have(3, [(0, b"d" * 32), (1, b"e" * 32)]),
+    "Get": Get(4, "lease", [(0, b"d" * 32)], 9),
+    "Credit": Credit(4, 2),
+    "Renew": Renew(["lease"]),
+    "Release": Release(["lease"]),
+    "Welcome": Welcome(1, "P", "start", b"n" * 32, b"t" * 32),
+    "Refused": Refused("fingerprint"),
+    "Bitmap": Bitmap(3, b"\x03"),
+    "Block": Block(4, 5),
+    "Gone": Gone(4, 5),
     "GrammarOutput": GrammarOutput(["r"], np.array([[-1, 3]], dtype=np.int32)),
     "LogprobsLists": LOGPROBS,
     "LogprobsTensors": PROMPT_LOGPROBS,

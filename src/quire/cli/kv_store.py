@@ -1,9 +1,11 @@
-"""`quire kv-store`: lists, checks and deletes what a directory of --kv-store holds."""
+"""`quire kv-store`: lists, checks, deletes and serves what a directory of --kv-store holds."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,21 +15,32 @@ from quire.cli.terminal import file_bytes
 from quire.errors import ConfigError
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import Entry, find_damage, follow, open_extent
+from quire.kv_store.peer.server import BlockServer, DirectorySource
 from quire.kv_store.record import RecordMac
 
-ACTIONS = ("list", "verify", "clear")
+ACTIONS = ("list", "verify", "clear", "serve")
+LISTEN = "tcp://127.0.0.1:14579"
 
 
 def command_line() -> CommandLine:
-    own = [Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False)]
+    own = [
+        Option(name="json", help="Print one JSON object instead of a table.", is_switch=True, default=False),
+        Option(
+            name="listen",
+            help="Address of serve: tcp://HOST:PORT or ipc://PATH. Clients must have the directory's key, and "
+            "connections beyond this machine are encrypted.",
+            default=LISTEN,
+            metavar="ADDRESS",
+        ),
+    ]
     return CommandLine(
         "quire kv-store",
-        "List, check or delete the KV blocks in a directory of --kv-store. Servers may use it meanwhile.",
+        "List, check, delete or serve the KV blocks in a directory of --kv-store. Servers may use it meanwhile.",
         own,
         Positional(
             "words",
             "An action and the directory. list: its extents; verify: reads each record and checks its tag; clear: "
-            "deletes all records.",
+            "deletes all records; serve: sends them to other engines until it is interrupted.",
             nargs="*",
         ),
     )
@@ -41,6 +54,9 @@ def run(args: Arguments) -> int:
     action, directory = words[0], Path(words[1]).expanduser()
     store = StoreDirectory.open(directory, 0, is_made=False)
     try:
+        if action == "serve":
+            _serve(store, args["listen"])
+            return 0
         if action == "clear":
             freed = _clear(store)
             print(json.dumps({"freed_bytes": freed}) if args["json"] else f"freed {file_bytes(freed)} in {directory}")
@@ -52,6 +68,17 @@ def run(args: Arguments) -> int:
     figures = {"directory": str(directory), "bytes": sum(row["bytes"] for row in rows), "extents": rows}
     print(json.dumps(figures) if args["json"] else format_store(figures))
     return int(any(row["damaged"] for row in rows))
+
+
+def _serve(store: StoreDirectory, address: str) -> None:
+    """Serves the records until SIGINT or SIGTERM."""
+    is_over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: is_over.set())
+    server = BlockServer(DirectorySource(store), store.key, address)
+    print(f"serving {store.path} at {server.address}", flush=True)
+    is_over.wait()
+    server.close()
 
 
 def _clear(store: StoreDirectory) -> int:

@@ -12,6 +12,7 @@ from quire.config.checkpoint import read_object
 from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
+from quire.config.kv_transfer import STORE
 from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import TRANSFORMERS, ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
@@ -273,7 +274,8 @@ def _check_transfer(config: EngineConfig) -> None:
     }
     for what, reason in why.items():
         if reason:
-            raise ConfigError(f"--kv-store with {what}: {reason}")
+            name = config.kv_transfer_config.kv_connector
+            raise ConfigError(f"{'--kv-store' if name == STORE else name} with {what}: {reason}")
 
 
 def _check_parallel(config: EngineConfig) -> None:

@@ -7,16 +7,24 @@ and its keys of either.
 from __future__ import annotations
 
 import dataclasses
+import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from quire import envs
 from quire.config.flags import flag, parse_human_int, parse_json_object
 from quire.errors import ConfigError, ValidationError, nearest
 from quire.field_bounds import FieldBound
 
 FLAG = "--kv-transfer-config"
-STORE = "StoreConnector"
+STORE, PEERS = "StoreConnector", "PeerConnector"
+FOREIGN = "ForeignConnector"
+"""Connectors that are written for vLLM's interface; the name is not one to be given."""
+FOREIGN_TIMEOUT_S = 30.0
+"""Seconds that a load of theirs may take: they report no progress."""
+POLICIES = ("recompute", "fail")
 MIN_STORE_BYTES = 256 << 20
 DEFAULT_STORE_BYTES = 50 << 30
 
@@ -34,20 +42,26 @@ CONNECTORS: dict[str, ConnectorSpec] = {
     STORE: ConnectorSpec(
         "quire.engine.kv_cache.store_scheduler:StoreScheduler", "quire.worker.kv_transfer.store_worker:StoreWorker"
     ),
+    PEERS: ConnectorSpec(
+        "quire.engine.kv_cache.peer_scheduler:PeerScheduler", "quire.worker.kv_transfer.peer_worker:PeerWorker"
+    ),
+    FOREIGN: ConnectorSpec(
+        "quire.engine.kv_cache.foreign:ForeignScheduler", "quire.worker.kv_transfer.compat:CompatWorker"
+    ),
 }
 """Connectors by the name in `KVTransferConfig.kv_connector`."""
 
 _USE_STORE = "use --kv-store DIR: a directory on a disk, in memory (/dev/shm) or shared by hosts"
-_NO_PEERS = "blocks cannot be taken from another engine yet; engines may share a directory by --kv-store DIR"
-_NO_TESTS = "it serves vLLM's own tests and benchmarks; leave it out"
+_USE_PEERS = "use PeerConnector (NixlConnector): an engine that decodes takes blocks from one that prefills"
+_NO_TESTS = "it serves vLLM's own tests; leave it out"
+SHIPPED = dict.fromkeys(("MultiConnector", "DecodeBenchConnector"), "quire.kv_store.shipped")
+"""Connectors that come with Quire and are called as foreign ones are, and their modules."""
 ELSEWHERE: dict[str, str] = {
     "SimpleCPUOffloadConnector": "main memory is where the KV cache is: raise --kv-cache-memory-bytes",
     **dict.fromkeys(("LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1"), _USE_STORE),
     **dict.fromkeys(("HF3FSKVConnector", "MooncakeStoreConnector", "HiSparseConnector"), _USE_STORE),
-    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _NO_PEERS),
-    **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"), _NO_PEERS),
-    **dict.fromkeys(("ExampleHiddenStatesConnector", "DecodeBenchConnector"), _NO_TESTS),
-    "MultiConnector": "there is one connector only; name the one that should store blocks",
+    **dict.fromkeys(("NixlPushConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"), _USE_PEERS),
+    "ExampleHiddenStatesConnector": _NO_TESTS,
 }
 """vLLM's connectors that Quire does not have, and what to use."""
 
@@ -82,6 +96,23 @@ _STORE_BOUNDS = {
 }
 """The keys of kv_connector_extra_config for `STORE`."""
 
+_PEER_NAMES = (PEERS, "NixlConnector", "NixlPullConnector")
+_PEER_BOUNDS = {
+    bound.name: bound
+    for bound in (
+        FieldBound("path", "str"),
+        FieldBound("listen", "str"),
+        FieldBound("peers", "list[str]", max_len=1024, max_item_len=256),
+        FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
+        FieldBound("kv_lease_duration", "float", 0.1, 3600.0),
+        FieldBound("min_load_tokens", "int", 1, 1 << 30),
+        FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
+        FieldBound("load_bias", "float", 0.0, 1e9),
+        FieldBound("io_threads", "int", 1, 64),
+    )
+}
+"""The keys of kv_connector_extra_config for `PEERS`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
@@ -102,7 +133,7 @@ class KVTransferConfig:
     kv_store_skip_salted: bool = flag(False, "Keep blocks of requests with a cache_salt out of --kv-store.")
     transfer: dict[str, Any] | None = flag(
         None,
-        "JSON object: a store as vLLM's connectors are configured; its extra keys are in docs/kv_store.md.",
+        "JSON object: a store (docs/kv_store.md) or peers (docs/disaggregation.md), as vLLM configures its connectors.",
         name="kv_transfer_config",
         parse=parse_json_object,
         metavar="JSON",
@@ -119,6 +150,8 @@ class KVTransferConfig:
     """A load may be predicted to take so many times as long as computing."""
     max_pinned_share: float = 0.05
     """Largest share of the blocks that may wait to be saved."""
+    load_timeout_s: float = 2.0
+    """A load without progress for so many seconds is given up."""
 
     def __post_init__(self) -> None:
         name = self.kv_connector
@@ -150,32 +183,69 @@ class KVTransferConfig:
         _check_keys(given, _BOUNDS, FLAG)
         name, role = given.get("kv_connector"), given.get("kv_role")
         if name is None:
-            raise ConfigError(f"{FLAG} names no kv_connector; {STORE} keeps blocks in a directory")
+            raise ConfigError(
+                f"{FLAG} names no kv_connector; {STORE} keeps blocks in a directory, {PEERS} takes them from others"
+            )
         if role not in ROLES:
             raise ConfigError(f"{FLAG}: kv_role {role!r} is not one of {', '.join(ROLES)}")
-        if "kv_connector_module_path" in given:
-            raise ConfigError(f"{FLAG}: kv_connector_module_path: connectors of your own are not loaded; {_USE_STORE}")
         if given.get("enable_permute_local_kv"):
             raise ConfigError(f"{FLAG}: enable_permute_local_kv: blocks have one layout; leave it out")
         policy = given.get("kv_load_failure_policy", "recompute")
+        if name in SHIPPED:
+            given.setdefault("kv_connector_module_path", SHIPPED[name])
+        if "kv_connector_module_path" in given:
+            return self._with_foreign(given, policy)
         if policy != "recompute":
             raise ConfigError(
                 f"{FLAG}: kv_load_failure_policy {policy!r}: tokens that cannot be loaded are always computed; leave "
                 "it out, or give recompute"
             )
-        extra = _store_keys(name, given.get("kv_connector_extra_config", {}))
+        given_extra = given.get("kv_connector_extra_config", {})
+        if name in _PEER_NAMES:
+            keys = _peer_keys(given_extra, given.get("engine_id"), given.get("kv_port", 0))
+            return dataclasses.replace(self._with_connector(PEERS, keys), kv_role=role)
+        extra = _store_keys(name, given_extra)
         return dataclasses.replace(self._with_store(extra), kv_role=role)
+
+    def _with_foreign(self, given: Mapping[str, Any], policy: str) -> KVTransferConfig:
+        """Returns the configuration of a connector that is written for vLLM's interface, of a module of the user's."""
+        module = given["kv_connector_module_path"]
+        if not module:
+            raise ConfigError(f"{FLAG}: kv_connector_module_path is empty; name the module of your connector")
+        if policy not in POLICIES:
+            raise ConfigError(f"{FLAG}: kv_load_failure_policy {policy!r} is not one of {', '.join(POLICIES)}")
+        keys = {
+            "module": module,
+            "kv_connector": given["kv_connector"],
+            "kv_role": given["kv_role"],
+            "engine_id": given.get("engine_id") or str(uuid.uuid4()),
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": given.get("kv_connector_extra_config", {}),
+        }
+        return dataclasses.replace(
+            self,
+            kv_connector=FOREIGN,
+            kv_role=given["kv_role"],
+            kv_connector_extra_config=keys,
+            min_load_tokens=1,
+            load_bias=1e9,
+            load_timeout_s=FOREIGN_TIMEOUT_S,
+        )
 
     def _with_store(self, extra: Mapping[str, Any]) -> KVTransferConfig:
         keys = {"max_bytes": DEFAULT_STORE_BYTES, **extra}
         _check_keys(keys, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
         if not keys.get("path"):
             raise ConfigError(f"{FLAG}: {STORE} needs a directory, kv_connector_extra_config's path")
-        defaults = {name: getattr(self, name) for name in ("min_load_tokens", "load_bias", "max_pinned_share")}
+        return self._with_connector(STORE, keys)
+
+    def _with_connector(self, name: str, keys: dict[str, Any]) -> KVTransferConfig:
+        """Returns the configuration with a connector; keys that all connectors have are taken out of its own."""
+        defaults = {key: getattr(self, key) for key in ("min_load_tokens", "load_bias", "max_pinned_share")}
         if "kv_recompute_threshold" in keys:
             keys["min_load_tokens"] = keys.pop("kv_recompute_threshold")
-        tuned = {name: keys.pop(name, value) for name, value in defaults.items()}
-        return dataclasses.replace(self, kv_connector=STORE, kv_connector_extra_config=keys, **tuned)
+        tuned = {key: keys.pop(key, value) for key, value in defaults.items()}
+        return dataclasses.replace(self, kv_connector=name, kv_connector_extra_config=keys, **tuned)
 
 
 def _store_keys(name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,8 +262,35 @@ def _store_keys(name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
         return _offloading_keys(extra)
     if name in ELSEWHERE:
         raise ConfigError(f"{FLAG}: kv_connector {name} is not there: {ELSEWHERE[name]}")
-    hint = nearest(name, [STORE, "OffloadingConnector", *ELSEWHERE], f"{STORE} keeps blocks in a directory")
+    hint = nearest(
+        name,
+        [STORE, *_PEER_NAMES, "OffloadingConnector", *SHIPPED, *ELSEWHERE],
+        f"{STORE} keeps blocks in a directory",
+    )
     raise ConfigError(f"{FLAG}: kv_connector {name!r} is not known; {hint}")
+
+
+def _peer_keys(extra: Mapping[str, Any], engine_id: str | None, port: int) -> dict[str, Any]:
+    """Returns all keys of `PEERS`. Raises ConfigError."""
+    where = f"{FLAG}: kv_connector_extra_config"
+    _check_keys(extra, _PEER_BOUNDS, where)
+    listen = extra.get("listen", f"tcp://127.0.0.1:{port}")
+    host = listen.removeprefix("tcp://").rpartition(":")[0]
+    if host in ("*", "0.0.0.0", "[::]", "::"):
+        raise ConfigError(
+            f"{where}: listen {listen} names no host: other engines are sent this address; name one of this machine's"
+        )
+    root = envs.CACHE_ROOT.get() or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "quire")
+    return {
+        "path": os.path.join(root, "kv-peers"),
+        "peers": ["127.0.0.0/8", "::1/128"],
+        "tiers": [],
+        "kv_lease_duration": 30.0,
+        "io_threads": 2,
+        **extra,
+        "listen": listen,
+        "engine_id": engine_id or str(uuid.uuid4()),
+    }
 
 
 def _offloading_keys(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class RequestReport:
 
     __slots__ = (
         *("adapter", "error", "events", "external_source", "lora_start", "num_cached_tokens", "num_external_tokens"),
-        *("num_lost_tokens", "num_preemptions", "stop_reason"),
+        *("load_span", "num_lost_tokens", "num_preemptions", "stop_reason", "transfer_params"),
     )
 
     def __init__(self) -> None:
@@ -69,6 +69,8 @@ class RequestReport:
         """Number of those that were loaded for it."""
         self.external_source = ""
         """Label of the source of the last load."""
+        self.load_span: tuple[float, float] | None = None
+        """Start and end of the last load."""
         self.num_lost_tokens = 0
         """Computed tokens that the last preemption lost; 0 after the next admission."""
         self.num_preemptions = 0
@@ -77,6 +79,8 @@ class RequestReport:
         self.stop_reason: int | str | None = None
         self.error: QuireError | None = None
         """Reason of an end with FINISHED_ERROR."""
+        self.transfer_params: dict[str, Any] | None = None
+        """Where another engine finds the blocks of its prompt, for its last output."""
 
     def record_event(self, event_type: EngineCoreEventType, timestamp: float) -> None:
         """Adds an event, to be sent with the next output."""

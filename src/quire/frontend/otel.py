@@ -83,9 +83,14 @@ class SpanSender:
 
     def _send_stages(self, span: Span, record: RequestRecord) -> None:
         context = set_span_in_context(span)
-        for name, times in (("queue", record.queue), ("prefill", record.prefill), ("decode", record.decode)):
+        for name, times in (
+            ("llm_request.queue", record.queue),
+            ("kv.load", record.load),
+            ("llm_request.prefill", record.prefill),
+            ("llm_request.decode", record.decode),
+        ):
             if times is not None:
-                stage = self._tracer.start_span(f"llm_request.{name}", context, start_time=_nanoseconds(times[0]))
+                stage = self._tracer.start_span(name, context, start_time=_nanoseconds(times[0]))
                 stage.end(_nanoseconds(times[1]))
 
     def send_start(self, start: StartPhase) -> None:

@@ -334,6 +334,8 @@ class OutputProcessor:
             if stop_string is not None:
                 finish_reason, stop_reason = FinishReason.STOP, stop_string
             user_output = state.make_request_output(finish_reason, stop_reason, output.error_message, output.error_type)
+            if output.kv_transfer_params is not None and user_output is not None:
+                user_output.kv_transfer_params = output.kv_transfer_params
         if user_output is not None:
             if goes_on:
                 user_output.finished = False

@@ -60,6 +60,8 @@ class RequestState:
     is_pooling: bool = False
     is_prefilling: bool = True
     num_cached_tokens: int | None = None
+    load_span: tuple[float, float] | None = None
+    """Start and end of the load of its cached blocks, on the core's clock."""
     """Prompt tokens found in the prefix cache; None before the first output."""
     num_sent_tokens: int = 0
     num_discarded_tokens: int = 0
@@ -174,6 +176,7 @@ class RequestState:
                 self.reservation.stop_waiting()
         if output.prefill_stats is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
+            self.load_span = output.prefill_stats.load_span
 
     def update_text(self, output: EngineCoreOutput, stop_terminated: bool) -> str | None:
         """Detokenizes and takes in log-probabilities. Returns the stop string that was found, if any.

@@ -157,6 +157,8 @@ class RequestRecord:
     """Times of waiting, prefill and generation: start and end by the wall clock."""
     prefill: tuple[float, float] | None = None
     decode: tuple[float, float] | None = None
+    load: tuple[float, float] | None = None
+    """Time of a load of KV blocks; a part of the queue's."""
 
 
 class SpanSender(Protocol):
@@ -237,6 +239,8 @@ class RequestTracer:
         self, record: RequestRecord, state: RequestState, reason: FinishReason, error: str | None
     ) -> RequestRecord:
         record.end_time = time.time()
+        if state.load_span is not None:
+            record.load = _span(record.load, record.to_wall, *state.load_span)
         record.finish_reasons.append(str(reason))
         if reason is FinishReason.ERROR:
             record.error = error or record.error or "GenerationError"

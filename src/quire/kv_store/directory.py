@@ -92,8 +92,8 @@ class StoreDirectory:
 
     @staticmethod
     def open(path: Path, max_bytes: int, *, is_made: bool = True) -> StoreDirectory:
-        """Opens a directory; `is_made`: it and its key are made if need be, and must have room for an extent. Raises
-        ConfigError with the remedy."""
+        """Opens a directory; `is_made`: it and its key are made if need be, and there must be room for an extent
+        unless `max_bytes` is 0. Raises ConfigError with the remedy."""
         try:
             if is_made:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,12 +105,17 @@ class StoreDirectory:
         try:
             _check_directory(path, os.fstat(descriptor))
             store = StoreDirectory(path, max_bytes, load_key(path, is_made=is_made), descriptor)
-            if is_made:
+            if is_made and max_bytes:
                 store._check_room()
         except BaseException:
             os.close(descriptor)
             raise
         return store
+
+    @staticmethod
+    def open_for_key(path: str) -> StoreDirectory:
+        """Opens a directory for its key, which is made if need be; no records are kept in it. Raises ConfigError."""
+        return StoreDirectory.open(Path(path).expanduser(), 0)
 
     def close(self) -> None:
         """Closes the directory. No method may be called after it but this one."""

@@ -161,10 +161,12 @@ class FakeExecutor(Executor):
             self.send_transfers(step.kv_connector_metadata)
         self._check_totals(step)
         if not step.num_scheduled_tokens:
+            self._end_step()
             return self._start(EMPTY_MODEL_RUNNER_OUTPUT)
         if self._released:
             raise ProtocolError(f"tokens are scheduled while {sorted(self._released)} is not there")
         self._unsampled = step, self._forward(step)
+        self._end_step()
         return InFlight(None)
 
     def _sample(self, grammar_output: GrammarOutput | None) -> InFlight:
@@ -343,6 +345,10 @@ class FakeExecutor(Executor):
         self.adapters.drop(key)
 
     # -- transfers ----------------------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        if self.transfers is not None:
+            self.transfers.end_step()
 
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
         assert self.transfers is not None, "a connector is configured"

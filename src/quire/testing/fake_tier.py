@@ -11,15 +11,16 @@ early, has wrong slots: the tokens show it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import CONNECTORS, ConnectorSpec
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
-from quire.engine.request import Request
+from quire.engine.request import Request, RequestStatus
 from quire.testing.fake_hardware import KVMemory, ProtocolError
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import (
@@ -66,6 +67,10 @@ class FakeTier:
         self.records: dict[Place, StoredBlock] = {}
         self.asks_again = False
         """True: the scheduler half answers "later"."""
+        self.takes_saves = True
+        """False: blocks cannot be saved yet."""
+        self.lease_interval = 0
+        """The blocks of each so many-th request that ends are leased; 0: of none."""
         self.by_name[name] = self
 
     def do_harm(self, rng: random.Random) -> str:
@@ -103,6 +108,7 @@ class FakeTierScheduler(KVConnectorScheduler):
         super().__init__(config, kv_cache_config)
         self.tier = _tier_of(config)
         self.namespace = ""
+        self._num_ended = 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         if self.tier.asks_again:
@@ -119,12 +125,25 @@ class FakeTierScheduler(KVConnectorScheduler):
             for group_id in range(len(order.block_ids)):
                 self.tier.index.discard((self.namespace, group_id, digest))
 
+    def seconds_to_save(self) -> float:
+        return 0.0 if self.tier.takes_saves else math.inf
+
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
         return not self._has(group_id, key.digest)
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         saved = order.blocks[: result.num_saved]
         self.tier.index.update((self.namespace, block.group_id, block.key.digest) for block in saved)
+
+    def name_lease(self, request: Request) -> str | None:
+        if request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            return None
+        self._num_ended += 1
+        is_leased = self.tier.lease_interval and self._num_ended % self.tier.lease_interval == 0
+        return f"lease {self._num_ended}" if is_leased else None
+
+    def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
+        return {"lease": lease, "num_tokens": num_tokens}
 
     def set_weights(self, path: str) -> None:
         self.namespace = path
@@ -148,6 +167,11 @@ class _Transfer:
         self.num_done = 0
         self.is_cancelled = False
         self.failure = ""
+        self.leased: list[bytes] = []
+        """Contents of leased blocks at the beginning, which may not change."""
+        if isinstance(order, SaveOrder) and order.lease:
+            self.leased = [memory.read_block(block_id) for block_id in self.block_ids]
+            self.manner = "hung" if manner == "wedged" else manner  # a lease ends at once when it is cancelled
 
 
 class FakeTierWorker(KVConnectorWorker):
@@ -211,6 +235,9 @@ class FakeTierWorker(KVConnectorWorker):
             self._end(transfer, "ok")
         elif isinstance(transfer.order, LoadOrder):
             self._load(transfer, transfer.order)
+        elif transfer.leased:
+            self._check_lease(transfer)
+            transfer.num_done += 1
         else:
             self._save(transfer, transfer.order)
         return True
@@ -281,14 +308,24 @@ class FakeTierWorker(KVConnectorWorker):
         self.tier.records[place] = StoredBlock(transfer.namespace, block.group_id, block.key, slots)
         transfer.num_done += 1
 
+    def _check_lease(self, transfer: _Transfer) -> None:
+        """Compares leased blocks with what they were, as another engine would that reads them now."""
+        for block_id, slots in zip(transfer.block_ids, transfer.leased, strict=True):
+            if transfer.memory.read_block(block_id) != slots:
+                raise ProtocolError(f"block {block_id} has changed while it was leased")
+
     def _end(self, transfer: _Transfer, outcome: TransferOutcome) -> None:
         del self.active[transfer.id]
         num_bytes = 1000 * transfer.num_done
+        reason = ""
+        if transfer.leased:
+            self._check_lease(transfer)
+            reason = "released" if outcome == "ok" else "broken"
         if isinstance(transfer.order, LoadOrder):
             result = LoadResult(transfer.id, transfer.num_done, outcome, num_bytes, 0.001, transfer.failure)
             report = KVConnectorOutput(loads=[result])
         else:
-            saved = SaveResult(transfer.id, transfer.num_done, outcome, num_bytes, 0.001)
+            saved = SaveResult(transfer.id, 0 if reason else transfer.num_done, outcome, num_bytes, 0.001, reason)
             report = KVConnectorOutput(saves=[saved])
         for _ in range(2 if transfer.manner == "twice" else 1):
             self.report(report)

@@ -143,6 +143,8 @@ def _check_transfers(of: MetricsSnapshot) -> list[str]:
     if any(family.name == "quire_kv_loads" for family in of.families) and not of.value("quire_engine_restarts"):
         ended = of.value("quire_kv_loads") + of.value("quire_kv_loads_in_flight")
         wrong += _differ("loads begun, and ended + in flight", of.value("quire_kv_loads_begun"), ended)
+        saves = sum(of.value(f"quire_kv_{name}") for name in ("saved_blocks", "saves_dropped", "saves_waiting"))
+        wrong += _differ("saves begun, and saved + dropped + waiting", of.value("quire_kv_saves_begun"), saves)
     return wrong
 
 

@@ -68,6 +68,9 @@ class SaveOrder(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     save_id: int
     blocks: list[SavedBlock]
+    lease: str = ""
+    """Name under which another engine may read the blocks; the save ends when it has, with reason released, expired or
+    broken. Empty: they are written to a store."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import math
 import os
 import shutil
@@ -57,6 +58,12 @@ class CurveKeys(msgspec.Struct, frozen=True):
             CurveKeys(server_public, server_secret, client_public),
             CurveKeys(client_public, client_secret, server_public),
         )
+
+
+def curve_pair(secret: bytes) -> tuple[bytes, bytes]:
+    """Returns (public key, secret key) for 32 secret bytes."""
+    text = zmq.utils.z85.encode(secret)
+    return zmq.curve_public(text), text
 
 
 class CurveDoor:
@@ -188,6 +195,50 @@ def make_public_socket(
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, linger_ms)
+        (socket.bind if bind else socket.connect)(address)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def is_private(address: str) -> bool:
+    """Returns whether an address leads no further than this machine: it is no network address, or a loopback one."""
+    scheme, _, rest = address.partition("://")
+    if scheme != "tcp":
+        return True
+    try:
+        return ipaddress.ip_address(rest.rpartition(":")[0].strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def make_peer_socket(
+    context: zmq.Context[Any],
+    address: str,
+    socket_type: int,
+    curve: CurveKeys,
+    *,
+    bind: bool,
+    max_message_bytes: int,
+    high_water_mark: int = 0,
+) -> zmq.Socket[Any]:
+    """Makes a socket whose messages authenticate their senders. It is encrypted besides where `is_private` is False.
+
+    `high_water_mark`: most messages that wait on either side; 0: any number. Raises zmq.ZMQError.
+    """
+    socket: zmq.Socket[Any] = context.socket(socket_type)
+    try:
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, high_water_mark)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        socket.setsockopt(zmq.LINGER, 0)
+        if socket_type == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error shows that a client has left
+        if not is_private(address):
+            _secure(socket, address, curve, is_server=bind)
+        elif address.startswith("tcp://["):
+            socket.setsockopt(zmq.IPV6, 1)
         (socket.bind if bind else socket.connect)(address)
     except BaseException:
         socket.close(linger=0)

@@ -112,6 +112,8 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_external_cached_tokens: int = 0
     external_by_source: dict[str, int] = {}
     """The same by label of the source: host, p2p, disk, external_unspecified."""
+    load_span: tuple[float, float] | None = None
+    """Start and end of their load, on the core's monotonic clock."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -158,13 +160,23 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     num_loads_in_flight: int = 0
     num_saved_blocks: int = 0
     num_dropped_blocks: dict[str, int] = {}
-    """Blocks that were not saved, by reason: "pins", or that of the worker."""
+    """Blocks that were not saved, by reason: "pins", "evicted", "present", or that of the worker."""
     num_held_blocks: dict[str, int] = {}
     """References of blocks outside of tables, by state."""
     num_stored_blocks: int = 0
     """Blocks that the connector can find."""
     num_stored_bytes: int = 0
     """Bytes of the store, those of other models included."""
+    num_leases: dict[str, int] = {}
+    """Leases of blocks to other engines that have ended, by end: "released", "expired", "broken", "error"."""
+    num_rejected_records: dict[str, int] = {}
+    """Records that were read and could not be used, by reason (`kv_store/record.py: REJECTIONS`)."""
+    num_saves_begun: int = 0
+    """Blocks that were to be saved: those that were saved or dropped since, or wait."""
+    num_waiting_saves: dict[str, int] = {}
+    """Blocks to be saved, by state: "pinned", "postponed"."""
+    save_lags: list[float] = []
+    """Per save that has stored blocks: seconds since its oldest block was computed."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -298,7 +298,10 @@ class Worker:
             self._adapters.begin_step()
         if self._speculation is not None:
             self._speculation.begin_step(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids)
-        return self.runner.execute_model(scheduler_output)
+        output = self.runner.execute_model(scheduler_output)
+        if self._transfers is not None:
+            self._transfers.end_step()
+        return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         return self.runner.sample_tokens(grammar_output)

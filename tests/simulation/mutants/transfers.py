@@ -109,7 +109,7 @@ def saved_before_it_is_computed(patch: Patch) -> None:
 
     def note_scheduled(original: Any, self: BlockSaver, step: int) -> None:
         original(self, step)
-        self.note_computed(step)
+        self.note_computed(step, 0.0)
 
     wrap(patch, BlockSaver, "note_scheduled", note_scheduled)
 
@@ -179,3 +179,41 @@ def loaded_blocks_are_not_kept(patch: Patch) -> None:
         return loading
 
     wrap(patch, KVCacheManager, "allocate_loading", allocate)
+
+
+@tier_mutant
+def postponed_block_is_not_looked_at(patch: Patch) -> None:
+    """A block that could not be saved at once is saved later, whatever it holds then."""
+
+    def offer(original: Any, self: BlockSaver, now: float) -> None:
+        with patch.context() as meanwhile:
+            meanwhile.setattr("quire.engine.kv_cache.saver._has_content", lambda block, digest: True)
+            original(self, now)
+
+    wrap(patch, BlockSaver, "offer_postponed", offer)
+
+
+@tier_mutant
+def postponed_block_leaks_a_pin(patch: Patch) -> None:
+    """A block that was postponed stays pinned after it was saved."""
+
+    def offer(original: Any, self: BlockSaver, now: float) -> None:
+        num_orders = len(self.unsent)
+        original(self, now)
+        for order in self.unsent[num_orders:]:
+            self._manager.held.pin(f"{id(order)} again", [self._manager.block_pool.blocks[order.blocks[0].block_id]])
+
+    wrap(patch, BlockSaver, "offer_postponed", offer)
+
+
+@tier_mutant
+def leased_blocks_are_given_away(patch: Patch) -> None:
+    """Blocks that another engine was promised are free."""
+
+    def hold(original: Any, self: KVCacheManager, holder: Any, *args: Any) -> Any:
+        tables = original(self, holder, *args)
+        self.held.release(holder)
+        self.held.hold(holder, "leased", [])
+        return tables
+
+    wrap(patch, KVCacheManager, "hold_computed", hold)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
 from quire.cli.main import main
 from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.peer import client as client_module
+from quire.kv_store.peer.client import PeerClient
 from quire.kv_store.record import make_header
 
 
@@ -55,10 +62,38 @@ def test_clear_deletes_the_records_and_keeps_the_key(directory: Path, capsys: py
     assert (directory / "key").read_bytes() == key
 
 
+def test_serve_answers_until_it_is_told_to_end(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SILENCE_S", 60.0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sockets, answers = tempfile.mkdtemp(), list[list[bool]]()
+    address = f"ipc://{sockets}/s"  # the path of `directory` may be too long for one
+
+    def ask() -> None:
+        client = PeerClient((directory / "key").read_bytes(), "D")
+        with client.connect(address, b"\xab" * 32) as peer:
+            answers.append(peer.have([(0, bytes([number] * 32)) for number in range(3)]))
+        client.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert main(["kv-store", "serve", str(directory), "--listen", address]) == 0
+    finally:
+        thread.join()
+        shutil.rmtree(sockets)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().out == f"serving {directory} at {address}\n"
+    assert answers == [[True, True, False]]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "takes one of list, verify, clear and a directory"),
+        ([], "takes one of list, verify, clear, serve and a directory"),
         (["list"], "takes one of"),
         (["drop", "DIR"], "takes one of"),
         (["list", "DIR"], "cannot be made or opened: No such file"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.kv_transfer import DEFAULT_STORE_BYTES, ELSEWHERE, STORE, KVTransferConfig
+from quire.config.kv_transfer import CONNECTORS, DEFAULT_STORE_BYTES, ELSEWHERE, FOREIGN, STORE, KVTransferConfig
 from quire.config.server import decode_config, encode_config
 from quire.errors import ConfigError
 
@@ -30,8 +30,9 @@ def test_the_short_flags(tmp_path: Path) -> None:
     assert config.kv_connector_extra_config == {"path": str(tmp_path), "max_bytes": 1 << 30, "skip_salted": True}
 
 
-def test_the_configuration_crosses_to_the_core(tmp_path: Path) -> None:
-    args = EngineArgs("demo", kv_transfer_config={"kv_connector": STORE, "kv_role": "kv_both"} | extra(path="x"))
+@pytest.mark.parametrize("values", [{"kv_connector": STORE}, {"kv_connector": "M", "kv_connector_module_path": "a"}])
+def test_the_configuration_crosses_to_the_core(values: dict[str, Any]) -> None:
+    args = EngineArgs("demo", kv_transfer_config=values | {"kv_role": "kv_both"} | extra(path="x"))
     config = args.create_engine_config()
     assert decode_config(encode_config(config)).kv_transfer_config == config.kv_transfer_config
 
@@ -89,7 +90,11 @@ def test_other_connectors_are_refused_with_what_to_use(name: str) -> None:
         ({"kv_connector": STORE, "kv_port": 70000} | extra(path="x"), "kv_port must be in"),
         ({"kv_connector": STORE, "kv_load_failure_policy": "fail"} | extra(path="x"), "are always computed"),
         ({"kv_connector": STORE, "enable_permute_local_kv": True} | extra(path="x"), "blocks have one layout"),
-        ({"kv_connector": "Mine", "kv_connector_module_path": "a.b"}, "connectors of your own are not loaded"),
+        ({"kv_connector": "Mine", "kv_connector_module_path": ""}, "kv_connector_module_path is empty"),
+        (
+            {"kv_connector": "Mine", "kv_connector_module_path": "a.b", "kv_load_failure_policy": "retry"},
+            "'retry' is not one of recompute, fail",
+        ),
         ({"kv_connector": "ExampleConnector"}, "needs a directory, kv_connector_extra_config's shared_storage_path"),
         ({"kv_connector": "OffloadingConnector"} | extra(cpu_bytes_to_use=1), "raise --kv-cache-memory-bytes"),
         ({"kv_connector": "OffloadingConnector"} | extra(secondary_tiers=[3]), "one secondary tier of type fs"),
@@ -117,3 +122,19 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
 def test_combinations_that_cannot_work_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineArgs("demo", **{"kv_store": str(tmp_path), **flags}).create_engine_config()
+
+
+def test_a_connector_of_a_module() -> None:
+    settled = settle(kv_connector="Mine", kv_connector_module_path="a.b", kv_role="kv_producer", **extra(path=3))
+    assert settled.connector == CONNECTORS[FOREIGN]
+    keys = dict(settled.kv_connector_extra_config)
+    other = settle(kv_connector="Mine", kv_connector_module_path="a.b")
+    assert keys.pop("engine_id") != other.kv_connector_extra_config["engine_id"]
+    assert keys == {
+        "module": "a.b",
+        "kv_connector": "Mine",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": 3},
+    }
+    assert (settled.min_load_tokens, settled.load_timeout_s) == (1, 30.0)

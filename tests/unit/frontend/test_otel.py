@@ -149,6 +149,26 @@ def test_the_outputs_of_a_prompt_are_one_span_with_stages(model_dir: Path) -> No
     assert spans["llm_request.queue"].end_time_unix_nano == spans["llm_request.prefill"].start_time_unix_nano
 
 
+def test_a_load_of_kv_blocks_is_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[ReadableSpan] = []
+
+    class Exporter(SpanExporter):
+        def export(self, batch: Sequence[ReadableSpan]) -> SpanExportResult:
+            spans.extend(batch)
+            return SpanExportResult.SUCCESS
+
+    monkeypatch.setattr(otel, "make_exporter", lambda endpoint: Exporter())
+    sender = SpanSender("http://h", is_detailed=True)
+    record = RequestRecord("a", "m", 1.0, 9.0, SamplingParams(), 1, False, {}, 1, 0)
+    record.queue, record.load = (1.0, 5.0), (2.0, 4.0)
+    sender.send(record)
+    sender.close()
+    assert [(span.name, span.start_time, span.end_time) for span in spans if span.name != "llm_request"] == [
+        ("llm_request.queue", 10**9, 5 * 10**9),
+        ("kv.load", 2 * 10**9, 4 * 10**9),
+    ]
+
+
 def test_who_is_not_sampled_is_not_sent(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Sink() as sink:
         engine = traced(model_dir, sink)

@@ -109,7 +109,7 @@ class Engine:
         return result
 
     def load_order(self, keys: list[BlockKey], block_ids: list[list[int]]) -> LoadOrder:
-        index = StoreIndex(self.worker._directory, self.fingerprint)
+        index = StoreIndex(self.worker.directory, self.fingerprint)
         index.scan()
         extents: dict[str, int] = {}
         places = []

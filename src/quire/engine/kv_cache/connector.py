@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.request import Request
+from quire.errors import QuireError
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+
+if TYPE_CHECKING:
+    from quire.engine.kv_cache.manager import KVCacheManager
 
 
 class ExternalMatch(NamedTuple):
@@ -23,7 +30,8 @@ class ExternalMatch(NamedTuple):
     num_tokens: int
     """Whole blocks. All groups have what a token after them reads."""
     source: str = "external_unspecified"
-    """Label of metrics, and the unit that is measured and rested: host, p2p, disk, external_unspecified."""
+    """Label of metrics: host, p2p, disk, external_unspecified. It is also what is measured, and rested when it stalls;
+    of several with one label, each has a name after a colon."""
     params: dict[str, Any] | None = None
     """Sent to the worker half with the load."""
 
@@ -36,6 +44,10 @@ class KVConnectorScheduler(ABC):
 
     All methods but two do nothing unless they are overridden.
     """
+
+    asks_again = True
+    """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
+    report of the worker half."""
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         self.config = config
@@ -53,6 +65,17 @@ class KVConnectorScheduler(ABC):
         changes nothing. `find_longest_match` helps.
         """
 
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Takes the owner of all block tables, once, before the first request."""
+        return
+
+    def on_blocks_allocated(
+        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
+    ) -> None:
+        """Notes the blocks of a request, per group, which must not be changed: those up to the end of a load of
+        `num_external_tokens`, which is about to be ordered; or with 0 its tables, when it begins to run."""
+        return
+
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
         """Notes that a load has been ordered. May set `order.params`."""
         return
@@ -61,16 +84,25 @@ class KVConnectorScheduler(ABC):
         """Notes the end of a load: an index forgets what cannot be read."""
         return
 
+    def get_error(self, request: Request) -> QuireError | None:
+        """Returns the error that a waiting request ends with because of its load; None: it is computed."""
+        return None
+
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
         """Returns whether blocks of this request are saved at all."""
         return True
 
+    def seconds_to_save(self) -> float:
+        """Returns after how many seconds blocks can be saved; 0: now; infinity: a report will make it so. Until then
+        computed blocks are postponed, and offered later if they are still in the cache."""
+        return 0.0
+
     @abstractmethod
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
         """Returns whether a computed block is to be saved: it is not stored yet, and there is room. Called once for
-        each full block, when the result of its step is in."""
+        each full block, when the result of its step is in, or when it is not postponed any more."""
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         """Notes the end of a save: an index learns what can be found."""
@@ -82,11 +114,42 @@ class KVConnectorScheduler(ABC):
         """Notes that a request has been added."""
         return
 
+    def take_message(self) -> dict[str, Any] | None:
+        """Returns what is sent to the worker half at once, after `on_new_request`; None: nothing. It is never lost, as
+        a step that fails is."""
+        return None
+
+    def request_started(self, request: Request) -> None:
+        """Notes that a request was admitted, with or without a load."""
+        return
+
+    def name_lease(self, request: Request) -> str | None:
+        """Returns the name under which the blocks of an ended request's prompt are held for another engine; None: they
+        are not."""
+        return None
+
+    def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
+        """Returns the `kv_transfer_params` of an ended request's last output. `num_tokens` are held by `lease`."""
+        return None
+
     def request_finished(self, request: Request) -> None:
         """Notes that a request has ended."""
         return
 
     # -- the rest ----------------------------------------------------------------------------------------------
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Returns whether it holds blocks that a report will give back, besides those of loads and saves."""
+        return False
+
+    def next_step_at(self) -> float:
+        """Returns the time (`time.monotonic`) at which a step is made even if there is nothing to compute."""
+        return NEVER
+
+    def on_step(self, output: SchedulerOutput) -> None:
+        """Takes a step that is about to be sent, before `build_connector_meta`."""
+        return
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Takes in a report of the worker half, before `on_load_finished` and `on_save_finished`."""

@@ -1,12 +1,19 @@
-"""Blocks with references outside of block tables: those that a transfer reads or writes, and those it has brought."""
+"""Blocks with references outside of block tables: those of transfers, and those that other engines were promised."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Literal, get_args
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.hashing import block_extra_keys
+from quire.engine.request import Request
+from quire.wire.kv_transfer import BlockKey, SavedBlock, SaveOrder, SaveResult
+
+if TYPE_CHECKING:
+    from quire.engine.kv_cache.manager import KVCacheManager
 
 HeldState = Literal["loading", "loaded", "pinned", "zombie", "quarantined", "leased"]
 """loading: being written by a load, and the hits before them. loaded: can be hit, kept for the request that they were
@@ -65,3 +72,98 @@ class HeldBlocks:
         """Yields a block for each reference."""
         for _, blocks in self._held.values():
             yield from blocks
+
+
+class BlockLeases:
+    """Owns the leases of one engine, and the holds on their blocks. A lease is sent to the worker as a save, and ends
+    with its result."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self.unsent: list[SaveOrder] = []
+        """Orders for the next step. They have no id yet."""
+        self.sent: dict[int, SaveOrder] = {}
+        """The oldest first."""
+        self.cancels: list[int] = []
+        """Ids to be sent."""
+        self._broken: set[int] = set()
+        """Ids of leases that were cancelled."""
+        self._given_up: set[int] = set()
+        """Ids of those that are not waited for."""
+        self.num_ended: Counter[str] = Counter()
+        """Leases by end, since the last statistics."""
+
+    def grant(self, request: Request, name: str, is_being_filled: Callable[[int], bool]) -> int:
+        """Holds the computed blocks of an ended request's prompt, but for its last token. Returns how many tokens they
+        hold: whole blocks, and all that a token after them reads.
+
+        What is found may be another request's block of the same content: with one that a step in flight still fills,
+        nothing is held.
+        """
+        size = self._manager.block_size
+        order = SaveOrder(0, [], name)
+        tables = self._manager.hold_computed(id(order), request, (request.num_prompt_tokens - 1) // size)
+        hashes, num_blocks = request.block_hashes, len(tables[0]) if tables else 0
+        if not num_blocks:
+            return 0
+        if any(is_being_filled(block.block_id) for table in tables for block in table if not block.is_null):
+            self._manager.held.release(id(order))
+            return 0
+        for index in range(num_blocks):
+            tokens = tuple(request.all_token_ids[index * size : (index + 1) * size])
+            key = BlockKey(
+                hashes[index], hashes[index - 1] if index else None, tokens, block_extra_keys(request, index, size)
+            )
+            order.blocks += [
+                SavedBlock(group_id, table[index].block_id, key)
+                for group_id, table in enumerate(tables)
+                if not table[index].is_null
+            ]
+        self.unsent.append(order)
+        return num_blocks * size
+
+    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
+        """Returns the orders to send, with ids from `ids`."""
+        orders, self.unsent = self.unsent, []
+        for order, lease_id in zip(orders, ids, strict=False):
+            order.save_id = lease_id
+            self.sent[lease_id] = order
+        return orders
+
+    def end(self, result: SaveResult) -> None:
+        """Takes in the end of a lease. One that is not known has ended before, or is no lease."""
+        order = self.sent.pop(result.save_id, None)
+        if order is not None:
+            self._broken.discard(result.save_id)
+            self._given_up.discard(result.save_id)
+            self.num_ended[result.reason or "broken"] += 1
+            self._manager.held.release(id(order))
+
+    @property
+    def num_expected(self) -> int:
+        """Number of leases whose blocks come back."""
+        return len(self.unsent) + len(self.sent) - len(self._given_up)
+
+    def break_oldest(self) -> bool:
+        """Asks for the blocks of the oldest lease back: they are needed. Returns whether they are free already, because
+        it was not sent."""
+        lease_id = next((i for i in self.sent if i not in self._broken), None)
+        if lease_id is not None:
+            self._broken.add(lease_id)
+            self.cancels.append(lease_id)
+        elif self.unsent:
+            self._manager.held.release(id(self.unsent.pop(0)))
+            self.num_ended["broken"] += 1
+            return True
+        return False
+
+    def break_all(self) -> None:
+        """Asks for the blocks of all leases back."""
+        for _ in range(len(self.sent) - len(self._broken) + len(self.unsent)):
+            self.break_oldest()
+
+    def give_up(self) -> None:
+        """Waits no longer for the leases that were broken and have not ended."""
+        for lease_id in self._broken - self._given_up:
+            self._given_up.add(lease_id)
+            self._manager.held.change(id(self.sent[lease_id]), "quarantined")

@@ -16,12 +16,13 @@ START_S = 0.001
 LATE_FACTOR, LATE_S = 2.0, 0.05
 """A load is late after so many times its predicted time and these seconds."""
 STALL_S = 2.0
-"""A load without progress for so long has stalled: its source rests."""
 REST_S, MAX_REST_S = 5.0, 60.0
 """First rest of a source; each one that follows without a good load between them is twice as long, up to the most."""
 QUARANTINE_S = 5.0
 """Time after which nothing waits any more for the blocks of a transfer that was given up."""
 NEVER = float("inf")
+MAX_SOURCES = 1024
+"""Most sources that are remembered."""
 _NEW_SHARE = 0.3
 """Weight of a new rate in the average."""
 _DECAY = 0.95
@@ -84,8 +85,12 @@ def count_pairs(start: int, num_tokens: int) -> float:
 class LoadCost:
     """Predicts and decides from what was noted. Sources are known by name, from their first load on."""
 
-    def __init__(self, bytes_per_token: float, min_load_tokens: int = 32, load_bias: float = 1.0) -> None:
+    def __init__(
+        self, bytes_per_token: float, min_load_tokens: int = 32, load_bias: float = 1.0, stall_s: float = STALL_S
+    ) -> None:
         self.bytes_per_token = bytes_per_token
+        self.stall_s = stall_s
+        """A load without progress for so long has stalled: its source rests."""
         self.compute = ComputeFit()
         self._min_load_tokens, self._load_bias = min_load_tokens, load_bias
         self._sources: dict[str, _Source] = {}
@@ -113,7 +118,7 @@ class LoadCost:
     def latest_end(self, source: str, num_tokens: int, queued_tokens: int) -> float:
         """Returns the seconds after which a load of `num_tokens` is late."""
         predicted = self.predict_load(source, num_tokens, queued_tokens)
-        return STALL_S if predicted is None else LATE_FACTOR * predicted + LATE_S
+        return self.stall_s if predicted is None else LATE_FACTOR * predicted + LATE_S
 
     # -- sources -----------------------------------------------------------------------------------------------
 
@@ -139,4 +144,6 @@ class LoadCost:
         return now < self._of(source).rests_until
 
     def _of(self, source: str) -> _Source:
+        if source not in self._sources and len(self._sources) >= MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
         return self._sources.setdefault(source, _Source())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -9,9 +10,10 @@ from typing import Literal
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import block_extra_keys
-from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, STALL_S, LoadCost
+from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
+from quire.kv_store.record import REJECTIONS
 from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
 
 CANCEL_S = 0.05
@@ -55,6 +57,8 @@ class BlockLoader:
         """Loads that the worker has, by id; zombies among them."""
         self.cancels: list[int] = []
         """Ids to be sent."""
+        self.num_rejected: Counter[str] = Counter()
+        """Records that were read and are not what they should be, by reason, since the last statistics."""
         self._by_digest: dict[bytes, Load] = {}
         """The active load of each block."""
         self.next_deadline = NEVER
@@ -108,6 +112,8 @@ class BlockLoader:
         order.block_ids = [[block.block_id for block in table] for table in blocks.tables]
         load = self.active[request] = Load(request, order, blocks, fence, now)
         self._by_digest.update((key.digest, load) for key in keys)
+        whole = tuple([hit + table for hit, table in zip(hits.blocks, blocks.tables, strict=True)])
+        self._connector.on_blocks_allocated(request, whole, match.num_tokens)
         self._connector.update_state_after_alloc(request, order)
         return load
 
@@ -158,6 +164,8 @@ class BlockLoader:
         self.cost.note_load(source, result.num_bytes, result.seconds)
         if result.outcome == "ok":
             self.cost.note_good(source)
+        if result.reason in REJECTIONS:
+            self.num_rejected[result.reason] += 1
         self._connector.on_load_finished(load.order, result)
         self._note_life(source, now)
         if load.stage not in ("sent", "cancelled"):
@@ -211,7 +219,7 @@ class BlockLoader:
         """Cancels loads that are late or have stalled, and gives up those that do not end then. Returns the latter."""
         given_up: list[Load] = []
         for load in list(self.sent.values()):
-            has_stalled = now >= load.progress_at + STALL_S
+            has_stalled = now >= load.progress_at + self.cost.stall_s
             if has_stalled:
                 self.cost.note_stall(load.order.source, now)
                 load.progress_at = NEVER
@@ -240,5 +248,5 @@ class BlockLoader:
         return num_unsent + sum(load.stage != "quarantined" for load in self.sent.values())
 
     def _set_alarm(self) -> None:
-        times = [min(load.deadline, load.progress_at + STALL_S) for load in self.sent.values()]
+        times = [min(load.deadline, load.progress_at + self.cost.stall_s) for load in self.sent.values()]
         self.next_deadline = min(times, default=NEVER)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import KVConnectorScheduler
@@ -21,11 +23,38 @@ def may_be_stored(request: Request) -> bool:
     return request.lora_request is None
 
 
+MAX_POSTPONED = 1 << 16
+"""Most blocks that wait to be offered to the store again."""
+
+
+class _Postponed(NamedTuple):
+    """A computed block that could not be saved when it was."""
+
+    group_id: int
+    key: BlockKey
+    computed_at: float
+
+
+@dataclass
+class SaveCounts:
+    """Counts of blocks to be saved. Those that began were saved or dropped since, or wait."""
+
+    num_begun: int = 0
+    num_saved: int = 0
+    num_dropped: Counter[str] = field(default_factory=Counter)
+    """Counts by reason."""
+    save_lags: list[float] = field(default_factory=list)
+    """Per save that has stored blocks: time since its oldest block was computed."""
+
+
 class BlockSaver:
     """Owns the saves of one engine. Blocks are noted when their step is scheduled, and saved when its result is in.
 
     A block may be freed, and even given to others, before the result of its step is known: only one that still has the
     content that this step has computed is saved.
+
+    A block for which there is no pin, or that the store cannot take yet, is *postponed*: it is offered again as long as
+    it can be hit. It holds no reference, so it may be evicted meanwhile.
     """
 
     def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, max_pinned_blocks: int) -> None:
@@ -46,12 +75,17 @@ class BlockSaver:
         self._deadlines: dict[int, float] = {}
         """Times at which cancelled saves are given up, by id."""
         self._num_pinned = 0
+        self._postponed: dict[int, _Postponed] = {}
+        """Blocks to be offered again, by block id, the oldest first. Each is a full one whose step's result is in; one
+        that is filled again leaves when that step is scheduled, which offers it itself."""
+        self._retry_at = NEVER
+        """Time at which the store can take postponed blocks."""
         self._in_progress: set[tuple[int, bytes]] = set()
         """Group and digest of the blocks in orders."""
-        self.num_dropped: Counter[str] = Counter()
-        """Blocks that were wanted and are not saved, by reason, since the last statistics."""
-        self.num_saved = 0
-        """Blocks that were saved, since the last statistics."""
+        self.counts = SaveCounts()
+        """Counts since the last statistics; they are replaced by new ones then."""
+        self._computed_at: dict[int, float] = {}
+        """The time at which the oldest block of an order was computed, by `id` of the order."""
 
     def note_scheduled(self, step: int) -> None:
         """Notes the blocks that a step fills."""
@@ -63,19 +97,21 @@ class BlockSaver:
                 for table in part.tables:
                     for block in table:
                         self._filled_by[block.block_id] = step
+                        if self._postponed.pop(block.block_id, None) is not None:
+                            self.counts.num_dropped["evicted"] += 1
 
-    def note_computed(self, step: int) -> None:
+    def note_computed(self, step: int, now: float) -> None:
         """Orders saves of the blocks that a step has filled: its result is in."""
         while self._steps and self._steps[0][0] <= step:
             number, full = self._steps.popleft()
-            order = SaveOrder(0, [])
-            pinned: list[KVCacheBlock] = []
+            blocks: list[SavedBlock] = []
             for part in full:
-                self._add(part, number, order, pinned)
-            if order.blocks:
-                self._manager.held.pin(id(order), pinned)
-                self._num_pinned += len(pinned)
-                self.unsent.append(order)
+                self._add(part, number, blocks, now)
+            self._order(blocks, now)
+
+    def is_being_filled(self, block_id: int) -> bool:
+        """Returns whether a step without a result fills a block: others may hit it, but it cannot be read yet."""
+        return block_id in self._filled_by
 
     def forget_steps(self) -> None:
         """Forgets the blocks of steps that were given up."""
@@ -83,7 +119,7 @@ class BlockSaver:
         self._filled_by.clear()
         self._manager.full_blocks = []
 
-    def _add(self, part: FullBlocks, step: int, order: SaveOrder, pinned: list[KVCacheBlock]) -> None:
+    def _add(self, part: FullBlocks, step: int, blocks: list[SavedBlock], now: float) -> None:
         request = part.request
         is_wanted = may_be_stored(request) and self._connector.wants_saves(request)
         hashes = request.block_hashes
@@ -93,19 +129,81 @@ class BlockSaver:
                     continue  # it was given to another request, and filled again by a later step
                 del self._filled_by[block.block_id]
                 content, digest = block.content, hashes[index] if index < len(hashes) else None
-                if content is None or digest is None or block.block_hash is None or block.block_hash[:-4] != digest:
+                if content is None or digest is None or not _has_content(block, digest):
                     continue
                 key = BlockKey(digest, hashes[index - 1] if index else None, content.token_ids, content.extra_keys)
-                if not is_wanted or (group_id, digest) in self._in_progress:
+                if not is_wanted:
                     continue
-                if not self._connector.wants_block(group_id, key):
-                    continue
-                if self._num_pinned + len(pinned) >= self._max_pinned_blocks:
-                    self.num_dropped["pins"] += 1
-                    continue
-                self._in_progress.add((group_id, digest))
-                pinned.append(block)
-                order.blocks.append(SavedBlock(group_id, block.block_id, key))
+                if not self._has_pin(blocks) or self._connector.seconds_to_save() > 0:
+                    self._postpone(block, _Postponed(group_id, key, now))
+                elif self._offer(SavedBlock(group_id, block.block_id, key), blocks):
+                    self.counts.num_begun += 1
+
+    def _has_pin(self, blocks: Sequence[SavedBlock]) -> bool:
+        """Returns whether another block may be pinned beside `blocks` of a new order."""
+        return self._num_pinned + len(blocks) < self._max_pinned_blocks
+
+    def _offer(self, block: SavedBlock, blocks: list[SavedBlock]) -> bool:
+        """Adds a block to those of a new order if the store wants it. Returns whether it does."""
+        name = block.group_id, block.key.digest
+        if name in self._in_progress or not self._connector.wants_block(block.group_id, block.key):
+            return False
+        self._in_progress.add(name)
+        blocks.append(block)
+        return True
+
+    def _order(self, blocks: list[SavedBlock], computed_at: float) -> None:
+        """Pins blocks, and orders their save."""
+        if blocks:
+            order, all_blocks = SaveOrder(0, blocks), self._manager.block_pool.blocks
+            self._manager.held.pin(id(order), [all_blocks[block.block_id] for block in blocks])
+            self._num_pinned += len(blocks)
+            self._computed_at[id(order)] = computed_at
+            self.unsent.append(order)
+
+    # -- postponed blocks --------------------------------------------------------------------------------------
+
+    def _postpone(self, block: KVCacheBlock, postponed: _Postponed) -> None:
+        if len(self._postponed) >= MAX_POSTPONED:
+            del self._postponed[next(iter(self._postponed))]
+            self.counts.num_dropped["evicted"] += 1
+        self._postponed[block.block_id] = postponed
+        self.counts.num_begun += 1
+
+    def offer_postponed(self, now: float) -> None:
+        """Orders saves of postponed blocks, as far as there are pins. All blocks that steps in flight fill must have
+        been noted: what such a step fills again is not computed yet."""
+        self._retry_at = NEVER
+        blocks: list[SavedBlock] = []
+        if not self._postponed or not self._has_pin(blocks):
+            return  # the end of a save is news
+        computed_at = now
+        while self._postponed and self._has_pin(blocks):
+            seconds = self._connector.seconds_to_save()
+            if seconds > 0:
+                self._retry_at = now + seconds
+                break
+            block_id = next(iter(self._postponed))
+            group_id, key, block_computed_at = self._postponed.pop(block_id)
+            if not _has_content(self._manager.block_pool.blocks[block_id], key.digest):
+                self.counts.num_dropped["evicted"] += 1
+                continue
+            if self._offer(SavedBlock(group_id, block_id, key), blocks):
+                computed_at = min(computed_at, block_computed_at)
+            else:
+                self.counts.num_dropped["present"] += 1
+        self._order(blocks, computed_at)
+
+    def forget_postponed(self) -> None:
+        """Forgets postponed blocks: nothing can be hit any more."""
+        self.counts.num_dropped["evicted"] += len(self._postponed)
+        self._postponed.clear()
+        self._retry_at = NEVER
+
+    def count_waiting(self) -> dict[str, int]:
+        """Returns the number of blocks that are to be saved, by state: pinned for an order, or postponed. Among the
+        latter are some that were evicted since."""
+        return {"pinned": self._num_pinned, "postponed": len(self._postponed)}
 
     # -- orders ------------------------------------------------------------------------------------------------
 
@@ -117,7 +215,7 @@ class BlockSaver:
             self.sent[save_id] = order
         return orders
 
-    def end(self, result: SaveResult) -> None:
+    def end(self, result: SaveResult, now: float) -> None:
         """Takes in the end of a save. One that is not known has ended before."""
         order = self.sent.pop(result.save_id, None)
         if order is None:
@@ -125,17 +223,20 @@ class BlockSaver:
         self._given_up.discard(result.save_id)
         self._deadlines.pop(result.save_id, None)
         self._connector.on_save_finished(order, result)
-        self.num_saved += result.num_saved
+        self.counts.num_saved += result.num_saved
+        if result.num_saved:
+            self.counts.save_lags.append(now - self._computed_at[id(order)])
         if result.num_saved < len(order.blocks):
             reason = "pins" if result.outcome in ("cancelled", "unknown") else result.reason or "error"
-            self.num_dropped[reason] += len(order.blocks) - result.num_saved
+            self.counts.num_dropped[reason] += len(order.blocks) - result.num_saved
         self._let_go(order)
 
     def drop_unsent(self) -> bool:
         """Gives back the blocks of orders that were not sent. Returns whether there were any."""
         orders, self.unsent = self.unsent, []
         for order in orders:
-            self.num_dropped["pins"] += len(order.blocks)
+            self.counts.num_dropped["pins"] += len(order.blocks)
+            self._connector.on_save_finished(order, SaveResult(0, 0, "cancelled"))
             self._let_go(order)
         return bool(orders)
 
@@ -153,8 +254,8 @@ class BlockSaver:
 
     @property
     def next_deadline(self) -> float:
-        """Returns the time at which `give_up` has something to do."""
-        return min(self._deadlines.values(), default=NEVER)
+        """Returns the time at which `give_up` or `offer_postponed` has something to do."""
+        return min(self._retry_at, *self._deadlines.values()) if self._deadlines else self._retry_at
 
     def give_up(self, now: float) -> None:
         """Waits no longer for cancelled saves whose time has come; their blocks stay held until they end."""
@@ -165,5 +266,11 @@ class BlockSaver:
 
     def _let_go(self, order: SaveOrder) -> None:
         self._manager.held.release(id(order))
+        del self._computed_at[id(order)]
         self._num_pinned -= len(order.blocks)
         self._in_progress.difference_update((block.group_id, block.key.digest) for block in order.blocks)
+
+
+def _has_content(block: KVCacheBlock, digest: bytes) -> bool:
+    """Returns whether a block can be hit as the one with this digest, in its group."""
+    return block.block_hash is not None and block.block_hash[:-4] == digest

@@ -5,6 +5,7 @@ The index is in memory and follows the directory in a thread of its own. The nam
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,13 +39,17 @@ class WriteBudget:
 
     def take(self, num_bytes: int) -> bool:
         """Takes `num_bytes` if there are any left; a debt is paid before the next."""
-        now = self._clock()
-        self._left = min(float(self._rate), self._left + (now - self._ts) * self._rate)
-        self._ts = now
-        if self._left <= 0:
+        if self.seconds_left() > 0:
             return False
         self._left -= num_bytes
         return True
+
+    def seconds_left(self) -> float:
+        """Returns the seconds until some bytes are left; 0: there are now."""
+        now = self._clock()
+        self._left = min(float(self._rate), self._left + (now - self._ts) * self._rate)
+        self._ts = now
+        return 0.0 if self._left > 0 else max(1e-3, -self._left / self._rate)
 
 
 class StoreScheduler(KVConnectorScheduler):
@@ -120,13 +125,18 @@ class StoreScheduler(KVConnectorScheduler):
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if not self._saves or self._index is None or request.lora_request is not None:
+        if not self._saves or request.lora_request is not None:
             return False
         params = request.sampling_params
         is_kept_off = (
             params is not None and params.extra_args is not None and params.extra_args.get("kv_store") is False
         )
         return not is_kept_off and not (self._skips_salted and request.cache_salt is not None)
+
+    def seconds_to_save(self) -> float:
+        if self._index is None:
+            return math.inf  # the worker half reports the namespace
+        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
 
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
         now = time.monotonic()

@@ -15,19 +15,24 @@ from itertools import count
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.saver import BlockSaver, may_be_stored
-from quire.engine.request import Request
+from quire.engine.kv_cache.saver import BlockSaver, SaveCounts, may_be_stored
+from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
+from quire.kv_transfer_params import FIELD as TRANSFER_PARAMS
+from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata
 from quire.wire.stats import KVTransferStats, SchedulerStats
+
+logger = init_logger(__name__)
 
 LET_GO_S = 1.0
 """Seconds that a reset waits for transfers to end."""
@@ -51,6 +56,13 @@ class NoExchange:
 
     def on_new_request(self, request: Request) -> None:
         """Notes that a request was added."""
+        params = request.sampling_params
+        if params is not None and params.extra_args is not None and params.extra_args.get(TRANSFER_PARAMS):
+            logger.warning(
+                "request %s has kv_transfer_params and there is no connector: it is computed here; PeerConnector takes "
+                "blocks from other engines",
+                request.request_id,
+            )
 
     def begins_load(
         self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
@@ -168,8 +180,9 @@ class KVExchange(NoExchange, AdmissionGate):
         self.connector, self.link, self.clock = connector, link, clock
         self.loader = BlockLoader(connector, manager, cost)
         self.saver = BlockSaver(connector, manager, max_pinned_blocks)
+        self.leases = BlockLeases(manager)
+        connector.bind_kv_cache_manager(manager)
         self._manager = manager
-        self._block_size = manager.block_size
         self._loaded: dict[Request, tuple[Load, int]] = {}
         """Loads that have ended, and how many tokens they have brought, of requests that were not admitted since. These
         do not load again."""
@@ -193,7 +206,8 @@ class KVExchange(NoExchange, AdmissionGate):
         connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-        cost = LoadCost(block_bytes / manager.block_size, transfer.min_load_tokens, transfer.load_bias)
+        per_token = block_bytes / manager.block_size
+        cost = LoadCost(per_token, transfer.min_load_tokens, transfer.load_bias, transfer.load_timeout_s)
         max_pinned = max(1, int(transfer.max_pinned_share * kv_cache_config.num_blocks))
         return cls(connector, manager, link, cost=cost, max_pinned_blocks=max_pinned)
 
@@ -201,6 +215,9 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def is_ready(self, request: Request) -> bool:
         return request not in self._waits
+
+    def get_error(self, request: Request) -> QuireError | None:
+        return self.connector.get_error(request)
 
     def note_left(self, request: Request) -> None:
         self._waits.pop(request, None)
@@ -211,38 +228,56 @@ class KVExchange(NoExchange, AdmissionGate):
         if load is not None:
             self._abandon(load, "cancelled")
         if request.is_finished:
+            self._lease(request)
             self.connector.request_finished(request)
+
+    def _lease(self, request: Request) -> None:
+        """Holds the blocks of an ended request for another engine, if they are asked for. They are free, and none was
+        given to others since."""
+        lease = self.connector.name_lease(request) if may_be_stored(request) else None
+        if lease is not None:
+            num_tokens = self.leases.grant(request, lease, self.saver.is_being_filled)
+            request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         new, self._stats = self._stats, KVTransferStats()
-        saver = self.saver
-        new.num_loads_in_flight = len(self.loader.active)
-        new.num_saved_blocks, saver.num_saved = saver.num_saved, 0
-        new.num_dropped_blocks, saver.num_dropped = dict(saver.num_dropped), Counter()
+        saver, loader, leases = self.saver, self.loader, self.leases
+        new.num_loads_in_flight = len(loader.active)
+        new.num_rejected_records, loader.num_rejected = dict(loader.num_rejected), Counter()
+        counts, saver.counts = saver.counts, SaveCounts()
+        new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
+        new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
+        new.num_waiting_saves = saver.count_waiting()
+        new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
         new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
         new.num_stored_blocks, new.num_stored_bytes = self.connector.count_stored()
         stats.kv_transfer = new
 
     def on_new_request(self, request: Request) -> None:
         self.connector.on_new_request(request)
+        params = self.connector.take_message()
+        if params:
+            self.link.send(KVConnectorMetadata(params=params))
 
     # -- rounds of admissions ----------------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
-        loader = self.loader
+        loader, saver, leases = self.loader, self.saver, self.leases
         return (
             self.link.has_reports
-            or bool(loader.cancels or self.saver.cancels or self.saver.unsent or self._deferred)
+            or bool(loader.cancels or saver.cancels or saver.unsent or self._deferred)
+            or bool(leases.cancels or leases.unsent)
             or loader.can_send(self._steps.num_received)
             or self.clock() >= self._next_deadline
         )
 
     @property
     def _next_deadline(self) -> float:
-        return min(self.loader.next_deadline, self.saver.next_deadline)
+        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at())
 
     def begin_round(self) -> None:
+        is_room_awaited = None in self._waits.values()
         self._take_reports()
         for request in self._deferred:
             self._waits.pop(request, None)
@@ -253,6 +288,9 @@ class KVExchange(NoExchange, AdmissionGate):
             for load in self.loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
+        if not is_room_awaited:  # a request that waits for it comes before blocks to be saved
+            self.saver.note_scheduled(self._steps.num_sent)
+            self.saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
         for report in self.link.take():
@@ -260,7 +298,8 @@ class KVExchange(NoExchange, AdmissionGate):
             for load_id, num_verified in report.progress.items():
                 self.loader.note_progress(load_id, num_verified, self.clock())
             for save in report.saves:
-                self.saver.end(save)
+                self.saver.end(save, self.clock())
+                self.leases.end(save)
             for result in report.loads:
                 ended = self.loader.end(result, self.clock())
                 if ended is not None:
@@ -275,8 +314,8 @@ class KVExchange(NoExchange, AdmissionGate):
             return False
         if request in self._loaded or self._declined == (request, num_hits):
             return False
-        first = num_hits // self._block_size
-        if (first + 1) * self._block_size >= request.num_tokens:
+        first = num_hits // self._manager.block_size
+        if (first + 1) * self._manager.block_size >= request.num_tokens:
             return False
         other = self.loader.find(request.block_hashes[first])
         if other is not None:
@@ -285,7 +324,8 @@ class KVExchange(NoExchange, AdmissionGate):
         match = self.connector.get_num_new_matched_tokens(request, num_hits)
         if match is None:
             self._waits[request] = None
-            self._deferred.append(request)
+            if self.connector.asks_again:
+                self._deferred.append(request)
             return True
         now = self.clock()
         if not match.num_tokens or not self.loader.may_load(request, num_hits, match, now):
@@ -311,12 +351,14 @@ class KVExchange(NoExchange, AdmissionGate):
         loads = self._stats.num_loads
         loads[outcome] = loads.get(outcome, 0) + 1
         if not request.is_finished:
-            num_tokens = num_blocks * self._block_size
+            num_tokens = num_blocks * self._manager.block_size
             self._loaded[request] = load, num_tokens
             if num_blocks:
-                request.report.external_source = load.order.source
+                request.report.external_source = load.order.source.partition(":")[0]
         if num_blocks:
-            self._stats.load_seconds.append(self.clock() - load.began)
+            now = self.clock()
+            self._stats.load_seconds.append(now - load.began)
+            request.report.load_span = load.began, now
         request.end_load()
         self._unblock(load)
 
@@ -331,13 +373,18 @@ class KVExchange(NoExchange, AdmissionGate):
         if self.saver.drop_unsent():
             return True
         self.saver.cancel_sent(self.clock())
+        if request.status is RequestStatus.RUNNING and self.leases.break_oldest():
+            return True  # requests that wait can wait for leases to end
         newest_first = [load for other, (load, _) in reversed(self._loaded.items()) if other is not request]
         if request in self._loaded:
             newest_first.append(self._loaded[request][0])
         return any(self.loader.release(load) for load in newest_first)
 
     def await_room(self, request: Request) -> bool:
-        if not self.loader.num_expected and not self.saver.num_expected:
+        loader, saver, leases = self.loader, self.saver, self.leases
+        if leases.break_oldest():
+            self._deferred.append(request)
+        elif not (loader.num_expected or saver.num_expected or leases.num_expected or self.connector.holds_blocks):
             return False
         self._waits[request] = None
         return True
@@ -348,13 +395,15 @@ class KVExchange(NoExchange, AdmissionGate):
         loaded = self._loaded.get(request)
         if loaded is None:
             return 0
-        start = loaded[0].order.start * self._block_size
+        start = loaded[0].order.start * self._manager.block_size
         return max(0, min(num_hits, start + loaded[1]) - start)
 
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
         loaded = self._loaded.pop(request, None)
         if loaded is not None:
             self.loader.release(loaded[0])
+        self.connector.request_started(request)
+        self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
         if not request.skip_reading_prefix_cache and may_be_stored(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
@@ -365,9 +414,11 @@ class KVExchange(NoExchange, AdmissionGate):
         now = self.clock()
         self._steps.send(now)
         self.saver.note_scheduled(self._steps.num_sent)
+        loads, saves = self.loader.send(self._ids, self._steps.num_received, now), self.saver.send(self._ids)
+        self.connector.on_step(output)
         orders = KVConnectorMetadata(
-            loads=self.loader.send(self._ids, self._steps.num_received, now),
-            saves=self.saver.send(self._ids),
+            loads=loads,
+            saves=saves + self.leases.send(self._ids),
             cancels=self._take_cancels(),
             params=self.connector.build_connector_meta(),
         )
@@ -378,13 +429,14 @@ class KVExchange(NoExchange, AdmissionGate):
             self.link.set_alarm(self._alarm_at - now)
 
     def _take_cancels(self) -> list[int]:
-        cancels = self.loader.cancels + self.saver.cancels
-        self.loader.cancels, self.saver.cancels = [], []
+        cancels = self.loader.cancels + self.saver.cancels + self.leases.cancels
+        self.loader.cancels, self.saver.cancels, self.leases.cancels = [], [], []
         return cancels
 
     def on_received(self, output: SchedulerOutput) -> None:
-        self._steps.receive(output, self.loader.cost, self.clock())
-        self.saver.note_computed(self._steps.num_received)
+        now = self.clock()
+        self._steps.receive(output, self.loader.cost, now)
+        self.saver.note_computed(self._steps.num_received, now)
 
     def on_abandoned(self) -> None:
         self._steps.abandon()
@@ -402,19 +454,27 @@ class KVExchange(NoExchange, AdmissionGate):
             loader.release(load)
         self._loaded.clear()  # all of them may load once more
         saver.drop_unsent()
+        saver.forget_postponed()
+        self.leases.break_all()
+        self._send_cancels()
         self._await(lambda: not saver.num_expected, LET_GO_S / 2)
         saver.cancel_sent(self.clock())
-        cancels = self._take_cancels()
-        if cancels:
-            self.link.send(KVConnectorMetadata(cancels=cancels))
-        self._await(lambda: not (loader.num_expected or saver.num_expected), LET_GO_S)
+        self._send_cancels()
+        self._await(lambda: not (loader.num_expected or saver.num_expected or self.leases.num_expected), LET_GO_S)
         for load in loader.sent.values():
             if load.stage == "zombie":
                 loader.quarantine(load)
         saver.give_up(NEVER)
+        self.leases.give_up()
         self._unblock(None)  # blocks that will not come back are not to be waited for
         self._declined = None
         return True
+
+    def _send_cancels(self) -> None:
+        """Sends cancels where no step may come."""
+        cancels = self._take_cancels()
+        if cancels:
+            self.link.send(KVConnectorMetadata(cancels=cancels))
 
     def _await(self, is_done: Callable[[], bool], seconds: float) -> None:
         """Takes reports in until `is_done`, at most for some time."""

@@ -141,6 +141,7 @@ def make_prefill_stats(request: Request) -> PrefillStats:
         num_local_cached_tokens=num_local,
         num_external_cached_tokens=num_cached - num_local,
         external_by_source={report.external_source: num_cached - num_local} if num_cached > num_local else {},
+        load_span=report.load_span if num_cached > num_local else None,
     )
 
 
@@ -210,7 +211,12 @@ class OutputCollector:
         )
 
     def note_finished(self, request: Request) -> None:
-        """Notes the id of a request that has ended."""
+        """Notes the id of a request that has ended, and adds to its last output what is known only now."""
+        if request.report.transfer_params is not None:
+            for output in reversed(self._outputs[request.origin.client_index]):
+                if output.request_id == request.request_id:
+                    output.kv_transfer_params = request.report.transfer_params
+                    break
         if self._finished is not None:
             self._finished[request.origin.client_index].add(request.request_id)
 

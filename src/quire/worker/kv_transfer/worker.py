@@ -17,8 +17,8 @@ class KVConnectorWorker(ABC):
     """The worker half. The worker calls it on its own thread, and reports come on any: `wire/kv_transfer.py` has the
     protocol.
 
-    Call order: register_kv_caches, then any number of `start`; register_kv_caches again when the cache is released
-    (with a cache of one block) and when it is allocated again; close.
+    Call order: register_kv_caches, then any number of `start`, and `end_step` after each step; register_kv_caches again
+    when the cache is released (with a cache of one block) and when it is allocated again; close.
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
@@ -39,6 +39,10 @@ class KVConnectorWorker(ABC):
         """Begins transfers, and returns at once. Called before the forward pass of the step that carries the orders,
         after all earlier steps."""
 
+    def end_step(self) -> None:  # noqa: B027  most transfers have nothing to do with steps
+        """Notes that the forward pass of a step is done, or that there was nothing to compute. What it has computed is
+        in the cache, and is not overwritten before this method returns."""
+
     def set_weights(self, path: str) -> None:
         """Notes that the weights in memory are those of `path` now. No transfer is under way, but some may be that the
         engine has given up."""
@@ -47,3 +51,21 @@ class KVConnectorWorker(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all transfers, without reports, and releases everything. May be called twice."""
+
+
+class Arrivals:
+    """The ids of orders that have arrived. Those passed over were lost with a step that failed."""
+
+    def __init__(self) -> None:
+        self._last_id = 0
+        self._lost_ids: set[int] = set()
+
+    def add(self, transfer_id: int) -> None:
+        """Notes an order that has arrived."""
+        self._lost_ids.update(range(self._last_id + 1, transfer_id))
+        self._lost_ids.discard(transfer_id)  # loads of a message come before its saves
+        self._last_id = max(self._last_id, transfer_id)
+
+    def has(self, transfer_id: int) -> bool:
+        """Returns whether an order has arrived, be it answered or not."""
+        return transfer_id <= self._last_id and transfer_id not in self._lost_ids

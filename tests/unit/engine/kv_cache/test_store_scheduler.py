@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -159,8 +160,9 @@ def test_a_record_that_cannot_be_used_is_forgotten_and_written_again(stores: Any
 def test_a_block_is_wanted_once(stores: Any) -> None:
     store, request = stores(), request_of(17)
     assert not store.wants(request, 0)
-    assert not store.half.wants_saves(cast(Request, request))
+    assert store.half.seconds_to_save() == math.inf, "the namespace is not known"
     store.identify()
+    assert store.half.seconds_to_save() == 0
     assert store.half.wants_saves(cast(Request, request))
     store.write(request, [0])
     assert [store.wants(request, i) for i in (0, 1, 1, 2)] == [False, True, False, True]
@@ -175,6 +177,7 @@ def test_nothing_is_wanted_while_the_writer_rests(stores: Any) -> None:
     order = SaveOrder(1, [SavedBlock(0, 1, key_of(request, 1))])
     store.half.on_save_finished(order, SaveResult(1, 0, "failed", reason="full"))
     assert not store.wants(request, 1)
+    assert 0 < store.half.seconds_to_save() < 60
 
 
 def test_what_is_kept_off(stores: Any) -> None:
@@ -204,6 +207,7 @@ def test_a_rate_has_a_burst_of_a_second() -> None:
     assert [budget.take(60) for _ in range(3)] == [True, True, False]
     now[0] = 0.1
     assert not budget.take(60)
+    assert budget.seconds_left() == pytest.approx(0.1)
     now[0] = 0.3
     assert budget.take(60)
     now[0] = 100.0

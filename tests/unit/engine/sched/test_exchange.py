@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
@@ -15,6 +16,7 @@ from quire.config.kv_transfer import KVTransferConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
+from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
@@ -24,6 +26,7 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.kv_transfer import KVConnectorOutput
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -59,6 +62,8 @@ class Engine:
         self.requests: dict[str, EngineCoreRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.prefills: dict[str, PrefillStats] = {}
+        self.load_spans: dict[str, tuple[float, float] | None] = {}
+        self.leases: dict[str, dict[str, Any]] = {}
         self.transfers = KVTransferStats()
 
     def add(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 3, **fields: Any) -> None:
@@ -73,8 +78,11 @@ class Engine:
             for batch in (outputs or {}).values():
                 for output in batch.outputs:
                     self.tokens[output.request_id] += output.new_token_ids
+                    if output.kv_transfer_params is not None:
+                        self.leases[output.request_id] = output.kv_transfer_params
                     if output.prefill_stats is not None:
-                        self.prefills[output.request_id] = output.prefill_stats
+                        self.prefills[output.request_id] = msgspec.structs.replace(output.prefill_stats, load_span=None)
+                        self.load_spans[output.request_id] = output.prefill_stats.load_span
                 if batch.scheduler_stats is not None and batch.scheduler_stats.kv_transfer is not None:
                     self.add_stats(batch.scheduler_stats.kv_transfer)
         self.scheduler.kv_cache_manager.check_integrity()
@@ -85,7 +93,17 @@ class Engine:
             total.num_loads[outcome] = total.num_loads.get(outcome, 0) + number
         for reason, number in new.num_dropped_blocks.items():
             total.num_dropped_blocks[reason] = total.num_dropped_blocks.get(reason, 0) + number
+        for reason, number in new.num_rejected_records.items():
+            total.num_rejected_records[reason] = total.num_rejected_records.get(reason, 0) + number
+        for end, number in new.num_leases.items():
+            total.num_leases[end] = total.num_leases.get(end, 0) + number
         total.num_loads_begun += new.num_loads_begun
+        total.num_saves_begun += new.num_saves_begun
+        total.num_saved_blocks += new.num_saved_blocks
+        total.num_waiting_saves = new.num_waiting_saves
+        total.save_lags += new.save_lags
+        num_dropped, num_waiting = sum(total.num_dropped_blocks.values()), sum(total.num_waiting_saves.values())
+        assert total.num_saves_begun == total.num_saved_blocks + num_dropped + num_waiting
         total.prefix_cache_stats.queries += new.prefix_cache_stats.queries
         total.prefix_cache_stats.hits += new.prefix_cache_stats.hits
 
@@ -109,6 +127,13 @@ class Engine:
             assert request.sampling_params is not None
             right = expected_output(self.executor.model, request.prompt_token_ids, request.sampling_params, 64)
             assert self.tokens[request_id] == right.token_ids
+
+    def finish_but(self, held: list[str]) -> None:
+        """Runs all requests to their end; only blocks in these states are held then."""
+        for _ in range(50):
+            self.step()
+        assert not self.scheduler.requests
+        assert sorted(self.held()) == held
 
     def held(self) -> dict[str, int]:
         return dict(self.scheduler.kv_cache_manager.held.count())
@@ -165,6 +190,7 @@ def test_a_prompt_is_loaded_and_counted_when_it_was(filled: FakeTier) -> None:
     engine.finish()
     assert engine.prefills["a"] == PrefillStats(30, 2, 0, 28, {"disk": 28})
     assert engine.transfers.num_loads == {"ok": 1}
+    assert engine.load_spans["a"] == (100.0, 100.0)
     assert (engine.transfers.prefix_cache_stats.queries, engine.transfers.prefix_cache_stats.hits) == (30, 28)
     assert engine.executor.num_computed_tokens == 2 + 2
     assert engine.held() == {}
@@ -260,6 +286,7 @@ def test_what_is_before_a_bad_record_is_used(filled: FakeTier, kind: str) -> Non
     engine.finish()
     assert engine.prefills["a"] == PrefillStats(30, 18, 0, 12, {"disk": 12})
     assert engine.transfers.num_loads == {"partial": 1}
+    assert engine.transfers.num_rejected_records == {"io" if kind == "lost" else "mac": 1}
     assert place in filled.records, "it was computed, and saved again"
 
 
@@ -380,14 +407,115 @@ def test_loaded_blocks_are_given_to_a_running_request_before_one_is_preempted(fi
     engine.finish()
 
 
-def test_pins_have_a_bound(tier: FakeTier) -> None:
+def test_pins_have_a_bound_and_what_exceeds_it_is_saved_later(tier: FakeTier) -> None:
     engine = Engine(tier, max_pinned_share=0.05)
     engine.add("a")
     engine.step(2)
     assert engine.held() == {"pinned": 2}
-    assert engine.transfers.num_dropped_blocks == {"pins": 5}
+    assert engine.transfers.num_waiting_saves == {"pinned": 2, "postponed": 5}
+    engine.clock.now += 3.0
     engine.finish()
-    assert len(tier.records) <= 3
+    assert engine.held() == {}
+    assert len(tier.records) == 8
+    assert (engine.transfers.num_saved_blocks, engine.transfers.num_dropped_blocks) == (8, {})
+    assert engine.transfers.save_lags[0] == 3.0
+
+
+def postpone(tier: FakeTier, **options: Any) -> Engine:
+    """An engine with an ended request, whose blocks are in memory; the store could not take them."""
+    engine = Engine(tier, **options)
+    tier.takes_saves = False
+    engine.add("a")
+    engine.finish()
+    assert engine.held() == {}
+    assert engine.transfers.num_waiting_saves == {"pinned": 0, "postponed": 8}
+    return engine
+
+
+def test_what_is_computed_before_the_store_can_take_it_is_saved_later(tier: FakeTier) -> None:
+    engine = postpone(tier)
+    tier.takes_saves = True
+    assert not engine.core.has_work(), "a report makes the news"
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.finish()
+    assert len(tier.records) == 8
+    assert not engine.transfers.num_dropped_blocks
+
+
+def test_a_store_that_rests_is_asked_again_when_it_said(tier: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = postpone(tier)
+    tier.takes_saves = True
+    now = engine.clock.now
+    monkeypatch.setattr(
+        engine.exchange.connector, "seconds_to_save", lambda: max(0.0, now + 1.0 - engine.clock.now), raising=True
+    )
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.step()
+    assert not engine.core.has_work()
+    engine.clock.now += 1.0
+    engine.finish()
+    assert len(tier.records) == 8
+
+
+def test_a_postponed_block_that_was_evicted_is_not_saved(tier: FakeTier) -> None:
+    engine = postpone(tier, num_blocks=12)
+    engine.add("b", [9] * 30)
+    engine.finish()
+    tier.takes_saves = True
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.finish()
+    assert engine.transfers.num_dropped_blocks["evicted"] >= 4
+    assert len(tier.records) == 16 - engine.transfers.num_dropped_blocks["evicted"]
+    restarted = Engine(tier)
+    restarted.add("a")
+    restarted.add("b", [9] * 30)
+    restarted.finish()  # compares the answers
+    assert restarted.transfers.prefix_cache_stats.hits >= 28
+
+
+def test_a_postponed_block_that_is_filled_again_is_not_saved_before_it_is_computed(tier: FakeTier) -> None:
+    """Its content can be hit as soon as the step is scheduled, under the digest that was postponed."""
+    engine = postpone(tier)
+    pool, hashes = engine.scheduler.kv_cache_manager.block_pool, {b.block_hash: b for b in cached_blocks(engine)}
+    postponed = [pool.blocks[block_id] for block_id in engine.exchange.saver._postponed]
+    pool.evict_blocks(pool.blocks)
+    pool.free_blocks([*postponed, *(b for b in pool.get_new_blocks(39) if b not in postponed)])
+    engine.add("b", skips=True)
+    engine.scheduler.schedule()  # another may be scheduled before its result is in
+    assert {b.block_hash: b for b in cached_blocks(engine)}.items() <= hashes.items(), "as when they were postponed"
+    tier.takes_saves = True
+    engine.scheduler.schedule()
+    assert engine.held() == {}
+
+
+def cached_blocks(engine: Engine) -> list[KVCacheBlock]:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return [block for block in pool.blocks if block.block_hash is not None]
+
+
+def test_a_reset_forgets_postponed_blocks(tier: FakeTier) -> None:
+    engine = postpone(tier)
+    assert engine.core.lifecycle.reset_prefix_cache()
+    tier.takes_saves = True
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.finish()
+    assert not tier.records
+    assert engine.transfers.num_dropped_blocks == {"evicted": 8}
+
+
+def test_nothing_is_offered_while_a_request_waits_for_an_answer_or_for_room(tier: FakeTier) -> None:
+    """Blocks that were just given back would be pinned again."""
+    engine = postpone(tier)
+    tier.asks_again = True
+    engine.add("b", [9] * 10)
+    engine.step()
+    tier.takes_saves = True
+    engine.step(2)
+    assert engine.status("b") is RequestStatus.WAITING
+    assert engine.held() == {}
+    tier.asks_again = False
+    engine.finish()
+    assert not any(engine.transfers.num_waiting_saves.values())
 
 
 # -- saves -----------------------------------------------------------------------------------------------------
@@ -516,3 +644,103 @@ def test_what_cannot_work_yet_is_refused(tier: FakeTier, changes: dict[str, Any]
 def test_an_unknown_connector_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'FakeTeir' is not known.*FakeTier"):
         KVTransferConfig(kv_connector="FakeTeir")
+
+
+# -- leases ----------------------------------------------------------------------------------------------------
+
+
+def lease(tier: FakeTier, *manners: Manner, **options: Any) -> Engine:
+    """An engine that holds the blocks of an ended request."""
+    tier.lease_interval = 1
+    engine = Engine(tier, **options)
+    engine.worker.manners = list(manners) or ["hung"]
+    engine.scheduler.exchange.saver._max_pinned_blocks = 0
+    engine.add("a", max_tokens=1)
+    engine.step(2)
+    assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 28}}
+    assert engine.held() == {"leased": 7}
+    assert not engine.core.has_work()
+    return engine
+
+
+def test_a_lease_holds_the_blocks_of_the_prompt_until_it_is_released(tier: FakeTier) -> None:
+    engine = lease(tier)
+    engine.add("b", [8] * 30)
+    engine.finish_but(["leased"])
+    assert engine.held() == {"leased": 14}
+    engine.worker.free()
+    engine.finish()
+    assert engine.held() == {}
+    assert engine.transfers.num_leases == {"released": 2}
+
+
+def test_a_request_that_runs_breaks_the_oldest_lease_before_one_is_preempted(tier: FakeTier) -> None:
+    engine = lease(tier, num_blocks=17)  # 9 are left
+    tier.lease_interval = 0
+    engine.add("b", [8] * 30, max_tokens=20)
+    engine.finish()
+    assert engine.transfers.num_leases == {"broken": 1}
+    assert engine.held() == {}
+
+
+def test_a_request_that_waits_breaks_leases_only_where_nothing_runs(tier: FakeTier) -> None:
+    engine = lease(tier, num_blocks=19)
+    tier.lease_interval = 0
+    engine.add("b", [8] * 15, max_tokens=2)
+    engine.step()
+    engine.add("c", [9] * 45, max_tokens=2)
+    engine.step()
+    assert engine.status("c") is RequestStatus.WAITING
+    assert engine.held() == {"leased": 7}, "b runs, and will end"
+    engine.finish()
+    assert engine.transfers.num_leases == {"broken": 1}
+
+
+def test_a_lease_that_was_not_sent_is_broken_at_once(tier: FakeTier) -> None:
+    tier.lease_interval = 1
+    engine = Engine(tier, num_blocks=12)
+    engine.scheduler.exchange.saver._max_pinned_blocks = 0
+    engine.add("a", max_tokens=1)
+    engine.step()
+    engine.add("b", [9] * 40, max_tokens=1)
+    engine.finish()
+    assert engine.transfers.num_leases["broken"] == 1
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_reset_and_an_end_break_leases(tier: FakeTier, is_sent: bool) -> None:
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.worker.manners = ["hung"]
+    engine.scheduler.exchange.saver._max_pinned_blocks = 0
+    engine.add("a", max_tokens=1)
+    engine.step(2 if is_sent else 1)
+    assert engine.held() == {"leased": 7}
+    engine.exchange.link.wait = lambda seconds: engine.move()  # type: ignore[method-assign]
+    assert engine.core.lifecycle.reset_prefix_cache()
+    assert engine.held() == {}
+    engine.core.shutdown()
+
+
+def test_a_block_that_a_step_in_flight_fills_is_not_leased(tier: FakeTier) -> None:
+    """Another request may compute the same content, and its block be found."""
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.exchange.saver.is_being_filled = lambda block_id: block_id == 3  # type: ignore[method-assign]
+    engine.add("a", max_tokens=1)
+    engine.finish()
+    assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 0}}
+    assert engine.held() == {}
+
+
+def test_aborted_requests_and_those_with_adapters_are_not_leased(tier: FakeTier) -> None:
+    tier.lease_interval = 1
+    engine = Engine(tier)
+    engine.add("a", max_tokens=9)
+    engine.step()
+    engine.core.abort_requests(["a"])
+    del engine.requests["a"]
+    engine.add("b", PROMPT[:3], max_tokens=1)
+    engine.finish()
+    assert engine.leases == {"b": {"lease": "lease 1", "num_tokens": 0}}, "less than a block: nothing is held"
+    assert engine.held() == {}

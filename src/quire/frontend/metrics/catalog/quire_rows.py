@@ -49,6 +49,8 @@ UNUSED_REASONS = (
 LOAD_OUTCOMES = ("loaded", "failed")
 ADAPTER_STATES = ("cold", "loading", "ready", "failed")
 TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
+SAVE_STATES = ("pinned", "postponed")
+REJECTIONS = ("mac", "truncated", "key", "tokens", "format", "io")
 HELD_STATES = ("loading", "loaded", "pinned", "zombie", "quarantined", "leased")
 of_own_drafts = partial(of_drafts, kind="counter", prefix=QUIRE, condition=SPEC_DECODE)
 
@@ -432,6 +434,37 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         family="time_to_first_token",
     ),
     of_transfers(
+        name="kv_records_rejected",
+        kind="counter",
+        help="Records of the store that were read and not used, by reason. mac: damaged, or of another key. key: of "
+        "another block or model.",
+        labels=("reason",),
+        known=each(REJECTIONS),
+        samples=lambda transfers: labelled(transfers.num_rejected_records),
+    ),
+    of_transfers(
+        name="kv_saves_begun",
+        kind="counter",
+        help="KV blocks that were to be saved. They are those that were saved, that were dropped, and that wait.",
+        value=attrgetter("num_saves_begun"),
+    ),
+    of_transfers(
+        name="kv_saves_waiting",
+        kind="gauge",
+        help="KV blocks to be saved, by state. pinned: ordered. postponed: to be offered again, unless they are "
+        "evicted before.",
+        labels=("state",),
+        known=each(SAVE_STATES),
+        samples=lambda transfers: [((state,), transfers.num_waiting_saves.get(state, 0)) for state in SAVE_STATES],
+    ),
+    of_transfers(
+        name="kv_save_lag_seconds",
+        kind="histogram",
+        help="Seconds from the time that a block was computed until it was saved; the oldest block of each save.",
+        values=attrgetter("save_lags"),
+        family="time_to_first_token",
+    ),
+    of_transfers(
         name="kv_saved_blocks",
         kind="counter",
         help="KV blocks that were saved outside the engine.",
@@ -441,10 +474,18 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         name="kv_saves_dropped",
         kind="counter",
         help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed. "
-        "full: the store or the disk.",
+        "evicted: postponed for too long. present: postponed, and stored meanwhile. full: the store or the disk.",
         labels=("reason",),
-        known=each(("pins", "full", "error")),
+        known=each(("pins", "evicted", "present", "full", "error")),
         samples=lambda transfers: labelled(transfers.num_dropped_blocks),
+    ),
+    of_transfers(
+        name="kv_leases",
+        kind="counter",
+        help="Leases of KV blocks to other engines that have ended, by end. broken: the blocks were needed here.",
+        labels=("end",),
+        known=each(("released", "expired", "broken", "error")),
+        samples=lambda transfers: labelled(transfers.num_leases),
     ),
     of_transfers(
         name="kv_held_blocks",

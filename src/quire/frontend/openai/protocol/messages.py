@@ -301,7 +301,6 @@ class MessagesBody(ConversationBody, kw_only=True):
     EXAMPLE = {**ConversationBody.EXAMPLE, "max_tokens": 40}  # noqa: RUF012 - a ClassVar of the base class
     NEUTRAL = {  # noqa: RUF012
         "watermarking": (False,),
-        "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
     }
     WITHOUT_EFFECT = {  # noqa: RUF012
@@ -317,4 +316,5 @@ class MessagesBody(ConversationBody, kw_only=True):
         chat.stop = self.stop_sequences
         chat.temperature, chat.top_k, chat.top_p = self.temperature, self.top_k, self.top_p
         chat.cache_salt, chat.vllm_xargs = self.cache_salt, self.vllm_xargs
+        chat.kv_transfer_params = self.kv_transfer_params
         return chat

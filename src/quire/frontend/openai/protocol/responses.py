@@ -183,7 +183,6 @@ class ResponsesBody(RequestBody, kw_only=True):
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "watermarking": (False,),
-        "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
     }
     WITHOUT_EFFECT = {  # noqa: RUF012
@@ -254,6 +253,7 @@ _TAKEN_OVER = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "skip_special_tokens", "structured_outputs", "priority", "cache_salt", "user", "vllm_xargs",
+    "kv_transfer_params",
 )  # fmt: skip
 _FIELDS = {
     "messages": "input",

@@ -16,6 +16,8 @@ from quire.errors import ValidationError
 from quire.field_bounds import INT64_MAX
 from quire.frontend.http.bodies import MAX_FLOAT, Count, Finite, Int64, Name, Object, RequestBody, Text, TokenId, Word
 from quire.frontend.new_request import MAX_CACHE_SALT_CHARS
+from quire.kv_transfer_params import FIELD as TRANSFER_PARAMS
+from quire.kv_transfer_params import parse_transfer_params
 from quire.sampling_params import (
     EXTRA_FIELDS,
     MAX_BAD_WORDS,
@@ -199,6 +201,7 @@ class GenerationBody(FormBody, kw_only=True):
     length_penalty: Finite | None = 1.0
     watermarking: bool | None = None
     kv_transfer_params: Object | None = None
+    """Blocks that another engine holds for this request, or is to be sent (docs/disaggregation.md)."""
     ec_transfer_params: Object | None = None
     thinking_token_budget: Annotated[int, bound_of("thinking_token_budget")] | None = None
     """Maximum number of reasoning tokens in conversations; -1: unlimited."""
@@ -208,7 +211,6 @@ class GenerationBody(FormBody, kw_only=True):
         "use_beam_search": (False,),
         "length_penalty": (1.0,),
         "watermarking": (False,),
-        "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
         "return_token_offsets": (False,),
     }
@@ -256,6 +258,11 @@ def make_sampling_params(
         names = ("num_speculative_tokens", "kv_store")
         extra = {name: value for name in names if (value := getattr(body.vllm_xargs, name)) is not None}
         given["extra_args"] = extra or None
+    if body.kv_transfer_params:
+        transfer = parse_transfer_params(body.kv_transfer_params)
+        given["extra_args"] = {**(given.get("extra_args") or {}), TRANSFER_PARAMS: body.kv_transfer_params}
+        if transfer.do_remote_prefill and transfer.seed is not None:
+            given.setdefault("seed", transfer.seed)  # the answer of the engine that prefilled goes on
     given["structured_outputs"] = body.form()
     return SamplingParams.from_optional(
         **{"max_tokens": None, **defaults, **given},

@@ -271,6 +271,8 @@ class ResponseWriter:
     def _read(self, output: RequestOutput) -> Iterator[bytes]:
         """Yields the events of one output."""
         self._usage.add(0, output)
+        if output.kv_transfer_params is not None:
+            self._head["kv_transfer_params"] = output.kv_transfer_params
         (completion,) = output.outputs
         for text, token_ids, entries in self._logprobs.split(completion):
             self._logprobs.hold(entries)

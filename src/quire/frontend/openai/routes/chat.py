@@ -105,7 +105,7 @@ class ChatWriter:
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_ids": output.prompt_token_ids if ids else None,
             "prompt_text": self._prompt_text if self._body.return_prompt_text else None,
-            "kv_transfer_params": None,
+            "kv_transfer_params": output.kv_transfer_params,
             "ec_transfer_params": None,
             "metrics": answer_metrics(output.outputs),
         }

@@ -165,7 +165,7 @@ class CompletionWriter:
             "service_tier": None,
             "system_fingerprint": self._fingerprint,
             "usage": self._usage.in_answer(),
-            "kv_transfer_params": None,
+            "kv_transfer_params": next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None),
             "ec_transfer_params": None,
             "metrics": answer_metrics([completion for output in outputs for completion in output.outputs]),
         }

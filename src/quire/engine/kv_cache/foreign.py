@@ -1,0 +1,278 @@
+"""The scheduler half of connectors that are written for vLLM's interface (`kv_store/connector.py`).
+
+`KVExchange` knows only loads that a request waits for. So a load that the connector calls synchronous is one step of
+its own: the connector sees its request as new in that step, and as resumed when it runs. Saves are the connector's own
+business: it plans them in `build_connector_meta`, and its worker half reads the blocks after the step's forward pass.
+
+An error of the connector is logged and costs a load or a save, not the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.load_cost import NEVER
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.request import Request, RequestStatus
+from quire.errors import GenerationError, QuireError
+from quire.kv_store.connector import (
+    CachedRequests,
+    ForeignBlocks,
+    ForeignOutput,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    Step,
+    make_connector,
+)
+from quire.logger import init_logger
+from quire.wire.execution import BlockIds, NewRequestData, SchedulerOutput
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+
+logger = init_logger(__name__)
+
+POLL_S = 0.005
+"""Time between steps without tokens while a transfer of the connector is under way."""
+
+
+class ForeignRequest:
+    """A request as the connector sees it: `engine/request.py: Request`, read only, with the parameters that vLLM keeps
+    on it."""
+
+    __slots__ = ("_request", "kv_transfer_params")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        params = request.sampling_params
+        extra = None if params is None else params.extra_args
+        self.kv_transfer_params: Any = None if extra is None else extra.get("kv_transfer_params")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+@dataclass
+class _Load:
+    """A load that has not ended. The connector learns of it when it is sent to the worker."""
+
+    request: Request
+    order: LoadOrder
+    block_ids: BlockIds
+    num_tokens: int
+    is_async: bool
+    is_begun: bool = False
+
+
+class ForeignScheduler(KVConnectorScheduler):
+    """Calls the scheduler's half of a connector in vLLM's order."""
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, kv_cache_config)
+        self.foreign: KVConnectorBase_V1 = make_connector(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        self._fails = extra["kv_load_failure_policy"] == "fail"
+        self._requests: dict[str, ForeignRequest] = {}
+        self._tables: dict[str, tuple[list[KVCacheBlock], ...]] = {}
+        """The block tables of running requests, and up to the end of a load."""
+        self._is_async: dict[str, bool] = {}
+        """Answer of the last look-up, by request."""
+        self._loads: dict[int, _Load] = {}
+        """Loads by `id` of the order."""
+        self._known: set[str] = set()
+        """Requests that the connector has seen in a step."""
+        self._errors: dict[str, QuireError] = {}
+        self._sending: set[str] = set()
+        """Ended requests whose blocks are held until they were sent."""
+        self._next_at = NEVER
+        self._step = SchedulerOutput()
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def _ask(self, default: Any, method: Callable[..., Any], *args: Any) -> Any:
+        """Returns what a method of the connector returns; `default` if it raises an error."""
+        try:
+            return method(*args)
+        except Exception:
+            logger.exception("%s.%s failed", type(self.foreign).__name__, method.__name__)
+            return default
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._requests[request.request_id] = ForeignRequest(request)
+        self._ask(None, self.foreign.on_new_request, self._requests[request.request_id])
+
+    def request_finished(self, request: Request) -> None:
+        request_id = request.request_id
+        foreign, tables = self._requests.pop(request_id, None), self._tables.pop(request_id, ())
+        self._is_async.pop(request_id, None)
+        self._errors.pop(request_id, None)
+        self._known.discard(request_id)
+        if foreign is None:
+            return
+        ids = [[block.block_id for block in table] for table in tables] or [[] for _ in self.specs]
+        finish: Any = getattr(self.foreign, "request_finished_all_groups", None)
+        if finish is not None:
+            is_held, params = self._ask((False, None), finish, foreign, tuple(ids))
+        else:
+            is_held, params = self._ask((False, None), self.foreign.request_finished, foreign, ids[0] if ids else [])
+        request.report.transfer_params = params
+        blocks = [block for table in tables for block in table if not block.is_null]
+        if is_held and blocks:  # the scheduler has just freed them, and has given none of them away
+            self._manager.held.pin(("sending", request_id), blocks)
+            self._sending.add(request_id)
+
+    def wants_saves(self, request: Request) -> bool:
+        return False  # its worker half saves what its metadata names
+
+    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+        return False
+
+    @property
+    def holds_blocks(self) -> bool:
+        return bool(self._sending)
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        foreign = self._requests[request.request_id]
+        num_found, is_async = self._ask(
+            (0, False), self.foreign.get_num_new_matched_tokens, foreign, num_computed_tokens
+        )
+        if num_found is None:
+            return None
+        num_tokens = min(num_found, request.num_tokens - 1 - num_computed_tokens) // self.block_size * self.block_size
+        if num_tokens <= 0:
+            return NO_MATCH
+        self._is_async[request.request_id] = is_async
+        return ExternalMatch(num_tokens)
+
+    def on_blocks_allocated(
+        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
+    ) -> None:
+        self._tables[request.request_id] = tables
+        if not num_external_tokens:
+            self._tell_blocks(request, _ids_of(tables), 0)
+
+    def _tell_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
+        foreign = self._requests.get(request.request_id)
+        if foreign is not None:
+            self._ask(None, self.foreign.update_state_after_alloc, foreign, ForeignBlocks(block_ids), num_tokens)
+
+    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+        num_tokens, tables = len(order.keys) * self.block_size, self._tables.pop(request.request_id)
+        is_async = self._is_async.pop(request.request_id)
+        self._loads[id(order)] = _Load(request, order, _ids_of(tables), num_tokens, is_async)
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        load = self._loads.pop(id(order))
+        request, has_failed = load.request, result.outcome in ("partial", "failed")
+        if self._fails and has_failed and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._errors[request.request_id] = GenerationError(
+                f"{len(order.keys) - result.num_verified} of its {len(order.keys)} KV blocks could not be loaded, and "
+                "kv_load_failure_policy is fail; recompute computes their tokens"
+            )
+
+    def get_error(self, request: Request) -> QuireError | None:
+        return self._errors.get(request.request_id)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def on_step(self, output: SchedulerOutput) -> None:
+        self._step = output
+
+    def build_connector_meta(self) -> dict[str, Any] | None:
+        begun = [load for load in self._loads.values() if load.order.load_id and not load.is_begun]
+        for load in begun:
+            load.is_begun = True
+            self._tell_blocks(load.request, load.block_ids, load.num_tokens)
+        step = self._step
+        meta = self._ask(None, self.foreign.build_connector_meta, self._describe(step, begun))
+        is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
+        is_waiting = is_waiting or self._ask(False, self.foreign.has_pending_push_work)
+        self._next_at = time.monotonic() + POLL_S if is_waiting else NEVER
+        return {
+            "meta": meta,
+            "loads": {load.order.load_id: (load.request.request_id, load.is_async) for load in begun},
+            "finished": step.finished_req_ids,
+            "num_tokens": step.total_num_scheduled_tokens,
+        }
+
+    def _describe(self, output: SchedulerOutput, begun: list[_Load]) -> Step:
+        """Returns a step for the connector, with the requests of synchronous loads that begin with it."""
+        for request_id in output.preempted_req_ids:
+            self._tables.pop(request_id, None)
+        cached, new = CachedRequests(), [_describe_load(load) for load in begun if not load.is_async]
+        self._known.update(data.req_id for data in new)
+        for data in output.scheduled_new_reqs:
+            if data.req_id in self._known:
+                cached.resumed_req_ids.add(data.req_id)
+                _add_cached(cached, data.req_id, data.block_ids, data.num_computed_tokens)
+            else:
+                new.append(data)
+                self._known.add(data.req_id)
+        running = output.scheduled_cached_reqs
+        for row in zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True):
+            _add_cached(cached, *row)
+        return Step(
+            new,
+            cached,
+            output.num_scheduled_tokens,
+            output.total_num_scheduled_tokens,
+            output.finished_req_ids,
+            output.preempted_req_ids,
+        )
+
+    def next_step_at(self) -> float:
+        return self._next_at
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if output.info is None:
+            return
+        report = ForeignOutput(**output.info)
+        for request_id in report.finished_sending or ():
+            if request_id in self._sending:
+                self._sending.remove(request_id)
+                self._manager.held.release(("sending", request_id))
+        self._ask(None, self.foreign.update_connector_output, report)
+
+    def reset_cache(self) -> bool:
+        return self._ask(False, self.foreign.reset_cache) is not False
+
+    def set_weights(self, path: str) -> None:
+        if not self.reset_cache():
+            logger.warning("the connector did not drop what was computed with the weights before %s", path)
+
+    def shutdown(self) -> None:
+        self._ask(None, self.foreign.shutdown)
+
+
+def _ids_of(tables: tuple[list[KVCacheBlock], ...]) -> BlockIds:
+    return tuple([block.block_id for block in table] for table in tables)
+
+
+def _describe_load(load: _Load) -> NewRequestData:
+    request = load.request
+    return NewRequestData(
+        request.request_id,
+        request.prompt_token_ids,
+        load.block_ids,
+        load.order.start * len(load.order.keys[0].token_ids) + load.num_tokens,
+        request.sampling_params,
+        output_token_ids=request.output_token_ids,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _add_cached(cached: CachedRequests, req_id: str, block_ids: BlockIds | None, num_computed_tokens: int) -> None:
+    cached.req_ids.append(req_id)
+    cached.new_block_ids.append(block_ids)
+    cached.num_computed_tokens.append(num_computed_tokens)

@@ -1,0 +1,230 @@
+"""The scheduler half of peers: which blocks another engine holds for a request, and which ended ones are held here.
+
+A proxy passes on what the other engine has answered (`kv_transfer_params.py`): it names a lease, and how many tokens it
+holds. Blocks are asked for by their hashes, so a wrong answer is a miss. Block servers (tiers) are asked when a request
+is added which of its blocks they have.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.saver import may_be_stored
+from quire.engine.request import Request, RequestStatus
+from quire.errors import ValidationError
+from quire.kv_store.peer.client import PeerList
+from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
+from quire.logger import init_logger
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_peers import MAX_KEYS
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+
+logger = init_logger(__name__)
+
+SOURCE = "p2p"
+REST_S = 5.0
+"""Time for which nothing is taken from a peer that could not be reached or does not fit."""
+MAX_RESTS = 1024
+UNFIT = ("unreachable", "silent", "refused")
+"""Reasons for a rest."""
+_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class PeerScheduler(KVConnectorScheduler):
+    """Takes what peers have, and promises what they ask for."""
+
+    asks_again = False
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, kv_cache_config)
+        transfer = config.kv_transfer_config
+        self._extra = transfer.kv_connector_extra_config
+        self._takes = transfer.kv_role != "kv_producer"
+        self._gives = transfer.kv_role != "kv_consumer"
+        self._peers = PeerList(self._extra["peers"])
+        self._rests_until: dict[str, float] = {}
+        """Times until which nothing is taken from an address."""
+        self._identity: dict[str, Any] = {}
+        """Report of the worker half: what blocks are made of, and where they are served; empty: not known yet."""
+        self._generation = 0
+        """Number of times that the weights were replaced."""
+        self._offers: dict[str, tuple[TransferParams, str]] = {}
+        """Requests that were not admitted yet: what is held for them elsewhere, and the address."""
+        self._found: dict[str, dict[str, list[bool]] | None] = {}
+        """Requests that were not admitted yet: which blocks the tiers have, by group and position; None: they were
+        asked."""
+        self._message: dict[str, Any] = {}
+        """To be sent to the worker half."""
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        if not self._takes or not self._identity or not may_be_stored(request):
+            return
+        params = _params_of(request)
+        if params is not None and params.do_remote_prefill and params.remote_request_id:
+            address = self._peers.find_address(params.remote_host, params.port)
+            if address is None:
+                logger.warning("blocks are not taken from %r: it is not among the peers", params.remote_host)
+            else:
+                self._offers[request.request_id] = params, address
+                keep = params.remote_request_id, address, params.remote_incarnation or ""
+                self._message.setdefault("keep", []).append(keep)
+        elif self._extra["tiers"] and not request.skip_reading_prefix_cache:
+            stop = min((request.num_tokens - 1) // self.block_size, MAX_KEYS // len(self.specs))
+            hashes = request.block_hashes[:stop]
+            if hashes:
+                keys = [(group_id, digest) for group_id in range(len(self.specs)) for digest in hashes]
+                self._found[request.request_id] = None
+                self._message.setdefault("ask", {})[request.request_id] = keys
+
+    def request_started(self, request: Request) -> None:
+        self._forget(request)
+
+    def request_finished(self, request: Request) -> None:
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Needs nothing more of what is held for a request."""
+        self._found.pop(request.request_id, None)
+        offer = self._offers.pop(request.request_id, None)
+        if offer is not None:
+            self._message.setdefault("release", []).append(offer[0].remote_request_id)
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        offer = self._offers.get(request.request_id)
+        if offer is not None:
+            return self._match_offer(request, num_computed_tokens, *offer)
+        if request.request_id not in self._found:
+            return NO_MATCH
+        found = self._found[request.request_id]
+        if found is None:
+            return None
+        matches = [self._match_tier(request, num_computed_tokens, *tier) for tier in found.items()]
+        return max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
+
+    def _match_offer(self, request: Request, start: int, params: TransferParams, address: str) -> ExternalMatch:
+        """Returns the match of what another engine holds: of groups with a window only the blocks at its end."""
+        size = self.block_size
+        num_held = max(0, params.remote_num_tokens or 0) // size * size
+        most = min((request.num_tokens - 1) // size, len(request.block_hashes)) * size
+        end = min(num_held, most)
+        reaches = [spec.reach for spec in self.specs]
+        if any(reach is not None for reach in reaches) and end != num_held:
+            return NO_MATCH
+        if end <= start or not self._is_awake(address) or not self._are_provable(start, end):
+            return NO_MATCH
+        load = {"peer": address, "lease": params.remote_request_id, "incarnation": params.remote_incarnation or ""}
+        return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
+
+    def _match_tier(self, request: Request, start: int, address: str, bits: list[bool]) -> ExternalMatch:
+        num_asked = len(bits) // len(self.specs)
+        places = {
+            (group_id, digest): bits[group_id * num_asked + index]
+            for group_id in range(len(self.specs))
+            for index, digest in enumerate(request.block_hashes[:num_asked])
+        }
+        num_tokens = find_longest_match(
+            self.specs, request, start, lambda group_id, digest: places.get((group_id, digest), False)
+        )
+        if not num_tokens or not self._is_awake(address) or not self._are_provable(start, start + num_tokens):
+            return NO_MATCH
+        return ExternalMatch(num_tokens, f"{SOURCE}:{address}", {"peer": address})
+
+    def _are_provable(self, start: int, end: int) -> bool:
+        """Returns whether a block is loaded of each position, whose tokens are compared."""
+        return any(spec.reach is None or int(spec.first_token_read(end)) <= start for spec in self.specs)
+
+    def _is_awake(self, address: str) -> bool:
+        return time.monotonic() >= self._rests_until.get(address, 0.0)
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        if result.reason in UNFIT and order.params is not None:
+            address = order.params["peer"]
+            if len(self._rests_until) >= MAX_RESTS:
+                del self._rests_until[next(iter(self._rests_until))]
+            self._rests_until[address] = time.monotonic() + REST_S
+            logger.warning("nothing is taken from %s for %.0f s: %s", address, REST_S, result.reason)
+
+    def wants_saves(self, request: Request) -> bool:
+        return False
+
+    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+        return False
+
+    # -- leases ------------------------------------------------------------------------------------------------
+
+    def name_lease(self, request: Request) -> str | None:
+        params = _params_of(request) if self._gives and request.status in _ENDS else None
+        if params is None or not params.do_remote_decode or "listen" not in self._identity:
+            return None
+        return f"{request.request_id}-{secrets.token_hex(8)}"
+
+    def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
+        host, port = _host_and_port(self._identity["listen"])
+        sampling = request.sampling_params
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[] for _ in self.specs],  # blocks are asked for by their hashes
+            "remote_engine_id": self._extra["engine_id"],
+            "remote_request_id": lease,
+            "remote_host": host,
+            "remote_port": port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_incarnation": self._identity["incarnation"],
+            "seed": None if sampling is None else sampling.seed,
+        }
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        info = output.info or {}
+        if "fingerprint" in info and info.get("generation") == self._generation:
+            self._identity = info
+        for request_id, found in info.get("have", {}).items():
+            if request_id in self._found:
+                self._found[request_id] = found
+
+    def take_message(self) -> dict[str, Any] | None:
+        message, self._message = self._message, {}
+        return message or None
+
+    def build_connector_meta(self) -> dict[str, Any] | None:
+        return self.take_message()
+
+    def set_weights(self, path: str) -> None:
+        self._generation += 1
+        self._identity = {}
+        self._found.clear()
+
+
+def _params_of(request: Request) -> TransferParams | None:
+    """Returns what the request's client sent about blocks elsewhere; None: nothing, or nothing that can be read."""
+    params = request.sampling_params
+    value = None if params is None or params.extra_args is None else params.extra_args.get(FIELD)
+    if not value:
+        return None
+    try:
+        return parse_transfer_params(value)
+    except ValidationError:  # a client of another version: the frontend checks it
+        return None
+
+
+def _host_and_port(address: str) -> tuple[str, int | None]:
+    """Returns the parts of an address that the server listens at, as `remote_host` and `remote_port`."""
+    if not address.startswith("tcp://"):
+        return address, None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,377 @@
+"""A server of KV blocks: sends the records of a source to clients that have the key.
+
+One thread owns the socket. Whatever a client sends, it costs bounded memory: sessions, pulls per session, keys per
+message and blocks on their way are limited, and a client that stops reading has no more blocks sent to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import os
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.errors import ConfigError
+from quire.failpoints import failpoint
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import open_extent, read_header, read_into
+from quire.kv_store.index import StoreIndex, StoreScanner
+from quire.kv_store.record import TAG_BYTES, InvalidRecordError
+from quire.logger import init_logger
+from quire.wire.kv_peers import (
+    MAX_CREDIT,
+    MAX_REQUEST_BYTES,
+    PEER_VERSION,
+    Bitmap,
+    Block,
+    Credit,
+    Get,
+    Gone,
+    Have,
+    Hello,
+    PeerAnswer,
+    PeerRequest,
+    Proof,
+    RecordName,
+    Refused,
+    Release,
+    Renew,
+    Welcome,
+    client_tag,
+    curve_keys,
+    pack_bits,
+    place_of,
+    server_tag,
+)
+from quire.wire.sockets import CurveDoor, bound_address, is_private, make_peer_socket
+
+logger = init_logger(__name__)
+
+MAX_SESSIONS, MAX_UNPROVEN = 512, 64
+"""Most sessions; the one that was silent for longest ends for another. The second: before they have proven the key."""
+MAX_PULLS = 4
+"""Most pulls of a session at once."""
+LEASE_WAIT_S = 1.0
+"""Time that a pull waits for its lease: the order to hold the blocks may be on its way."""
+IDLE_S = 1.0
+"""Longest sleep of the thread."""
+MAX_MESSAGES = 64
+"""Most messages that are taken in between two blocks."""
+MAX_NAMESPACES = 16
+MAX_OPEN_EXTENTS = 64
+
+Record = tuple[bytes | memoryview, bytes | memoryview]
+"""Header with tag, and payload."""
+
+
+class BlockSource(ABC):
+    """Where a server's blocks are. The server calls all methods on its thread."""
+
+    @abstractmethod
+    def accepts(self, fingerprint: bytes) -> bool:
+        """Returns whether there may be blocks of a fingerprint."""
+
+    @abstractmethod
+    def has(self, fingerprint: bytes, keys: Sequence[RecordName]) -> list[bool]:
+        """Returns which blocks can be had without a lease."""
+
+    @abstractmethod
+    def read(self, fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
+        """Returns a record; None: it cannot be had."""
+
+    def is_expected(self, lease: str) -> bool:
+        """Returns whether a lease may begin soon."""
+        return False
+
+    def renew(self, leases: Sequence[str], now: float) -> None:
+        """Prolongs leases."""
+        return
+
+    def release(self, leases: Sequence[str]) -> None:
+        """Ends leases."""
+        return
+
+    def end_expired(self, now: float) -> float:
+        """Ends leases whose time is over. Returns when the next one ends; infinity: there is none."""
+        return float("inf")
+
+    def close(self) -> None:
+        """Releases everything."""
+        return
+
+
+class DirectorySource(BlockSource):
+    """The records of a directory, of any fingerprint. It only reads them."""
+
+    def __init__(self, directory: StoreDirectory) -> None:
+        self._directory = directory
+        self._indexes: dict[bytes, tuple[StoreIndex, StoreScanner]] = {}
+        self._descriptors: dict[str, int] = {}
+
+    def accepts(self, fingerprint: bytes) -> bool:
+        if fingerprint not in self._indexes:
+            if len(self._indexes) >= MAX_NAMESPACES:
+                self._indexes.pop(next(iter(self._indexes)))[1].stop()
+            index = StoreIndex(self._directory, fingerprint)
+            with contextlib.suppress(OSError):
+                index.scan()  # the first question is answered, too
+            self._indexes[fingerprint] = index, StoreScanner(index)
+        return True
+
+    def has(self, fingerprint: bytes, keys: Sequence[RecordName]) -> list[bool]:
+        index, _ = self._indexes[fingerprint]
+        return [index.contains(digest, group) for group, digest in keys]
+
+    def read(self, fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
+        group, digest = key
+        index, _ = self._indexes[fingerprint]
+        place = index.find(digest, group)
+        if lease or place is None:
+            return None
+        try:
+            descriptor = self._open(place.extent)
+            header = read_header(descriptor, place.offset)
+            record = memoryview(bytearray(header.record_bytes))
+            if read_into(descriptor, [record], place.offset) != len(record):
+                return None
+        except (OSError, InvalidRecordError):
+            index.forget(digest, group)
+            return None
+        index.note_use(digest, group)
+        end = header.header_bytes + TAG_BYTES
+        return record[:end], record[end:]
+
+    def _open(self, extent: str) -> int:
+        descriptor = self._descriptors.get(extent)
+        if descriptor is None:
+            if len(self._descriptors) >= MAX_OPEN_EXTENTS:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            descriptor = self._descriptors[extent] = open_extent(self._directory.descriptor, extent)
+        return descriptor
+
+    def close(self) -> None:
+        for _, scanner in self._indexes.values():
+            scanner.stop()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._indexes.clear()
+        self._descriptors.clear()
+
+
+@dataclass
+class _Pull:
+    """A `Get` that is being answered."""
+
+    order: Get
+    credit: int
+    wait_until: float
+    """Time until which its lease is waited for."""
+    index: int = 0
+
+
+@dataclass
+class _Session:
+    """One client."""
+
+    hello: Hello
+    nonce: bytes
+    is_proven: bool = False
+    pulls: deque[_Pull] = field(default_factory=deque)
+
+
+class BlockServer:
+    """Serves a source at an address, in a thread of its own, until `close`."""
+
+    def __init__(self, source: BlockSource, key: bytes, address: str, engine_id: str = "") -> None:
+        """Raises ConfigError if the address cannot be listened at."""
+        self.source, self._key, self._engine_id = source, key, engine_id
+        self.incarnation = secrets.token_hex(8)
+        """Name of this start of the server."""
+        self._sessions: dict[bytes, _Session] = {}
+        """Sessions by the socket's name of the client; the one that was silent for longest first."""
+        self._decoder: msgspec.msgpack.Decoder[PeerRequest] = msgspec.msgpack.Decoder(PeerRequest)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._is_closed = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        curve, _ = curve_keys(key)
+        try:
+            place_of(address)
+            if not is_private(address):
+                CurveDoor(self._context, [curve.peer_public])
+            self._socket = make_peer_socket(
+                self._context, address, zmq.ROUTER, curve, bind=True, max_message_bytes=MAX_REQUEST_BYTES
+            )
+        except (zmq.ZMQError, ConfigError) as e:
+            self._context.term()
+            raise ConfigError(f"KV blocks cannot be served at {address}: {e}; name another address") from None
+        self.address = bound_address(self._socket)
+        """Address with the port that the system has chosen, if it was to choose one."""
+        self._place = place_of(self.address) if is_private(address) else ""
+        self._waker, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._waker.connect("inproc://wake")
+        self._wake_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kv-peer-server", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Makes the thread look at its pulls again: a lease has begun or ended. Callable from any thread."""
+        with self._wake_lock:
+            if not self._is_closed:
+                self._waker.send(b"")
+
+    def close(self) -> None:
+        """Ends the thread and releases everything, the source too. May be called twice."""
+        with self._wake_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._waker.send(b"")
+        self._thread.join()
+        self._waker.close(linger=0)
+        self._context.term()
+        self.source.close()
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while not self._is_closed:
+            now = time.monotonic()
+            seconds = min(IDLE_S, self.source.end_expired(now) - now)
+            ready = dict(poller.poll(0 if self._send_blocks(now) else max(0, math.ceil(1000 * seconds))))
+            if self._woken in ready:
+                self._woken.recv()
+            if self._socket in ready:
+                self._take_messages()
+        self._socket.close(linger=0)
+        self._woken.close(linger=0)
+
+    def _take_messages(self) -> None:
+        for _ in range(MAX_MESSAGES):
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(name, frames)
+            except Exception:
+                logger.exception("the server of KV blocks ends a session")
+                self._refuse(name, "session")
+
+    def _take(self, name: bytes, frames: list[bytes]) -> None:
+        try:
+            message = self._decoder.decode(frames[0]) if len(frames) == 1 else None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            message = None
+        session = self._sessions.pop(name, None)
+        if isinstance(message, Hello):
+            self._greet(name, message)
+        elif session is None or message is None:
+            self._send(name, Refused("message" if message is None else "session"))
+        else:
+            self._sessions[name] = session  # behind all others
+            if isinstance(message, Proof):
+                self._check_proof(name, session, message)
+            elif session.is_proven:
+                self._answer(name, session, message)
+            else:
+                self._refuse(name, "tag")
+
+    def _greet(self, name: bytes, hello: Hello) -> None:
+        if hello.version != PEER_VERSION:
+            self._send(name, Refused("version"))
+            return
+        unproven = [other for other, session in self._sessions.items() if not session.is_proven]
+        for full, candidates in ((MAX_UNPROVEN, unproven), (MAX_SESSIONS, list(self._sessions))):
+            if len(candidates) >= full:
+                self._sessions.pop(candidates[0], None)
+        session = self._sessions[name] = _Session(hello, secrets.token_bytes(32))
+        tag = server_tag(self._key, hello, session.nonce, self.incarnation, self._place)
+        self._send(name, Welcome(PEER_VERSION, self._engine_id, self.incarnation, session.nonce, tag))
+
+    def _check_proof(self, name: bytes, session: _Session, proof: Proof) -> None:
+        if not hmac.compare_digest(proof.tag, client_tag(self._key, session.hello, session.nonce, self._place)):
+            self._refuse(name, "tag")
+        elif not self.source.accepts(session.hello.fingerprint):
+            self._refuse(name, "fingerprint")
+        else:
+            session.is_proven = True
+
+    def _answer(self, name: bytes, session: _Session, message: PeerRequest) -> None:
+        match message:
+            case Have():
+                bits = self.source.has(session.hello.fingerprint, message.keys)
+                self._send(name, Bitmap(message.ask_id, pack_bits(bits)))
+            case Get():
+                if len(session.pulls) >= MAX_PULLS:
+                    self._refuse(name, "pulls")
+                elif message.keys:
+                    session.pulls.append(_Pull(message, message.credit, time.monotonic() + LEASE_WAIT_S))
+            case Credit():
+                for pull in session.pulls:
+                    if pull.order.get_id == message.get_id:
+                        pull.credit = min(MAX_CREDIT, pull.credit + message.num_blocks)
+            case Renew():
+                self.source.renew(message.leases, time.monotonic())
+            case Release():
+                self.source.release(message.leases)
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def _send_blocks(self, now: float) -> bool:
+        """Sends a block of each session that has credit. Returns whether there is more to send."""
+        has_more = False
+        for name, session in list(self._sessions.items()):
+            if session.pulls:
+                try:
+                    has_more |= self._send_block(name, session, now)
+                except Exception:
+                    logger.exception("the server of KV blocks ends a session")
+                    self._refuse(name, "session")
+        return has_more
+
+    def _send_block(self, name: bytes, session: _Session, now: float) -> bool:
+        """Sends a block of the first pull that has credit. Returns whether there is more to send."""
+        for pull in session.pulls:
+            if not pull.credit:
+                continue
+            order = pull.order
+            if now < pull.wait_until and self.source.is_expected(order.lease):
+                continue
+            failpoint("kv.peer.send")
+            record = self.source.read(session.hello.fingerprint, order.lease, order.keys[pull.index])
+            if record is None:
+                self._send(name, Gone(order.get_id, pull.index))
+                session.pulls.remove(pull)
+            else:
+                self._send(name, Block(order.get_id, pull.index), *record)
+                pull.index, pull.credit = pull.index + 1, pull.credit - 1
+                if pull.index == len(order.keys):
+                    session.pulls.remove(pull)
+            return True
+        return False
+
+    def _refuse(self, name: bytes, what: str) -> None:
+        self._sessions.pop(name, None)
+        self._send(name, Refused(what))
+
+    def _send(self, name: bytes, message: PeerAnswer, *frames: bytes | memoryview) -> None:
+        try:
+            parts = [name, self._encoder.encode(message), *frames]
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=not frames)
+        except zmq.ZMQError:  # it has left
+            self._sessions.pop(name, None)

@@ -1,0 +1,389 @@
+"""The worker half of peers: takes blocks from other engines and block servers, and serves those that are promised.
+
+A promise (lease) arrives as a save, and ends as one: when the other engine has released it, its time is over, or it is
+cancelled because the blocks are needed. Between, the server's thread copies a block when it is asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
+from quire.kv_store.peer.server import BlockServer, BlockSource, Record
+from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
+from quire.logger import init_logger
+from quire.wire.kv_peers import RecordName, Release, Renew
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SaveOrder,
+    SaveResult,
+    TransferOutcome,
+)
+from quire.worker.kv_transfer.record_worker import RecordWorker
+from quire.worker.kv_transfer.transfers import PROGRESS_S, Namespace
+from quire.worker.kv_transfer.worker import Report
+
+logger = init_logger(__name__)
+
+RENEW_S, RENEWED_S = 5.0, 20.0
+"""Time between renewals of a lease, and what one adds."""
+ASK_S = 0.25
+"""Time in which a block server must answer what it has."""
+REST_S = 5.0
+"""Time for which a block server that has not answered is not asked."""
+END_S = 1.0
+MAX_ENDED = 1024
+"""Number of ended leases, and of addresses that rest, that are remembered."""
+
+
+class _Lease:
+    """Blocks of an ended request, held for another engine."""
+
+    def __init__(self, order: SaveOrder, namespace: Namespace, expires: float) -> None:
+        self.order, self.namespace, self.expires = order, namespace, expires
+        self.blocks: dict[RecordName, tuple[int, BlockKey]] = {
+            (block.group_id, block.key.digest): (block.block_id, block.key) for block in order.blocks
+        }
+
+
+class LeasedBlocks(BlockSource):
+    """The blocks under leases. Leases begin and are broken on any thread; the rest is the server's."""
+
+    def __init__(self, key: bytes, duration_s: float, identify: Callable[[], bytes | None], report: Report) -> None:
+        """`identify` returns the fingerprint of the engine's blocks; `report` takes the end of each lease."""
+        self._mac = RecordMac(key)
+        self._duration_s, self._identify, self._report = duration_s, identify, report
+        self._leases: dict[str, _Lease] = {}
+        self._ended: dict[str, None] = {}
+        """Names of the last leases that ended."""
+        self._lock = threading.Lock()
+        self._next_end = float("inf")
+
+    def begin(self, order: SaveOrder, namespace: Namespace | None, now: float) -> Callable[[], None]:
+        """Begins a lease. Returns what breaks it."""
+        if namespace is None:
+            self._report_end(order, "failed", "error")
+            return lambda: None
+        with self._lock:
+            lease = self._leases[order.lease] = _Lease(order, namespace, now + self._duration_s)
+            self._next_end = min(self._next_end, lease.expires)
+        return lambda: self._end([order.lease], "broken")
+
+    # -- of the server -----------------------------------------------------------------------------------------
+
+    def accepts(self, fingerprint: bytes) -> bool:
+        return fingerprint == self._identify()
+
+    def has(self, fingerprint: bytes, keys: Sequence[RecordName]) -> list[bool]:
+        return [False] * len(keys)
+
+    def read(self, fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
+        with self._lock:  # the lease cannot end while its block is copied
+            held = self._leases.get(lease)
+            found = None if held is None else held.blocks.get(key)
+            if held is None or found is None or held.namespace.fingerprint != fingerprint:
+                return None
+            payload = held.namespace.blocks.copy_out(key[0], found[0])
+        head = held.namespace.header_of(key[0], found[1]).encode()
+        return head + self._mac.tag(head, [payload]), payload
+
+    def is_expected(self, lease: str) -> bool:
+        with self._lock:
+            return bool(lease) and lease not in self._leases and lease not in self._ended
+
+    def renew(self, leases: Sequence[str], now: float) -> None:
+        with self._lock:
+            for name in leases:
+                if name in self._leases:
+                    self._leases[name].expires = max(self._leases[name].expires, now + RENEWED_S)
+
+    def release(self, leases: Sequence[str]) -> None:
+        self._end(leases, "released")
+
+    def end_expired(self, now: float) -> float:
+        with self._lock:
+            if now < self._next_end:
+                return self._next_end
+            expired = [name for name, lease in self._leases.items() if lease.expires <= now]
+            rest = [lease.expires for lease in self._leases.values() if lease.expires > now]
+            self._next_end = min(rest, default=float("inf"))
+        self._end(expired, "expired")
+        return self._next_end
+
+    def _end(self, leases: Iterable[str], reason: str) -> None:
+        ended = []
+        with self._lock:
+            for name in leases:
+                lease = self._leases.pop(name, None)
+                self._ended[name] = None
+                if lease is not None:
+                    ended.append(lease.order)
+            while len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+        for order in ended:
+            self._report_end(order, "cancelled" if reason == "broken" else "ok", reason)
+
+    def _report_end(self, order: SaveOrder, outcome: TransferOutcome, reason: str) -> None:
+        result = SaveResult(order.save_id, 0, outcome, reason=reason)
+        self._report(KVConnectorOutput(saves=[result]))
+
+
+class _LeaseEnd:
+    """The transfer that a lease is, for a cancel."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel
+
+
+class PeerLoad:
+    """A load of blocks from one peer, by one thread, in order."""
+
+    def __init__(
+        self, order: LoadOrder, namespace: Namespace | None, client: PeerClient, mac: RecordMac, report: Report
+    ) -> None:
+        self.order = order
+        self._namespace, self._client, self._mac, self._report = namespace, client, mac, report
+        self._is_cancelled = threading.Event()
+        self._num_verified = self._num_bytes = 0
+
+    def cancel(self) -> None:
+        """Ends the load after the block that is being read."""
+        self._is_cancelled.set()
+
+    def run(self) -> None:
+        """Reads the blocks and reports the end."""
+        start_ts, reason = time.monotonic(), ""
+        try:
+            if not self._is_cancelled.is_set():
+                self._fetch(start_ts)
+        except (PeerError, InvalidRecordError) as e:
+            logger.debug("load %d: %s", self.order.load_id, e)
+            reason = "" if e.reason == "cancelled" else e.reason
+        except Exception:
+            logger.exception("load %d failed", self.order.load_id)
+            reason = "io"
+        outcome: TransferOutcome = "ok"
+        if reason:
+            outcome = "partial" if self._num_verified else "failed"
+        elif self._num_verified < len(self.order.keys):
+            outcome = "cancelled"
+        seconds = time.monotonic() - start_ts
+        result = LoadResult(self.order.load_id, self._num_verified, outcome, self._num_bytes, seconds, reason)
+        self._report(KVConnectorOutput(loads=[result]))
+
+    def _fetch(self, progress_ts: float) -> None:
+        """Raises PeerError and InvalidRecordError."""
+        namespace, params, keys = self._namespace, self.order.params or {}, self.order.keys
+        if namespace is None:
+            raise InvalidRecordError("key", "the namespace is not known")
+        wanted = [
+            (position, group, block_ids[position])
+            for position in range(len(keys))
+            for group, block_ids in enumerate(self.order.block_ids)
+            if block_ids[position]
+        ]
+        names = [(group, keys[position].digest) for position, group, _ in wanted]
+        is_cancelled, incarnation = self._is_cancelled.is_set, params.get("incarnation", "")
+        with self._client.connect(params["peer"], namespace.fingerprint, incarnation, is_cancelled) as peer:
+            records = peer.fetch(params.get("lease", ""), names, is_cancelled)
+            places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
+            for ((position, group, block_id), following), (head, payload) in zip(places, records, strict=True):
+                header = namespace.header_of(group, keys[position])
+                expected = header.encode()
+                if len(head) != len(expected) + TAG_BYTES or len(payload) != header.payload_bytes:
+                    raise InvalidRecordError("format", "the record has another size")
+                self._mac.check(expected, head[:-TAG_BYTES], head[-TAG_BYTES:], [payload])
+                namespace.blocks.copy_in(group, block_id, payload)
+                self._num_bytes += len(head) + len(payload)
+                if following > position:  # its last block: all up to the next position are verified
+                    self._num_verified = following
+                if (now := time.monotonic()) - progress_ts >= PROGRESS_S:
+                    progress_ts = now
+                    self._report(KVConnectorOutput(progress={self.order.load_id: self._num_verified}))
+        if not wanted:
+            self._num_verified = len(keys)
+
+
+class _Tasks:
+    """Threads that do what they are given, in order; one of them does something else each RENEW_S, too."""
+
+    def __init__(self, name: str, num_threads: int = 1, every: Callable[[], None] | None = None) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._every = every
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Adds a task."""
+        self._tasks.put(task)
+
+    def stop(self, deadline: float) -> bool:
+        """Ends the threads. Returns False if one hangs."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        every, next_ts = self._every, time.monotonic() + RENEW_S
+        while True:
+            try:
+                task = self._tasks.get(timeout=None if every is None else max(0.0, next_ts - time.monotonic()))
+            except queue.Empty:
+                task, next_ts = every, time.monotonic() + RENEW_S
+            if task is None:
+                return
+            try:
+                task()
+            except Exception:
+                logger.exception("a task of peers failed")
+            del task  # it holds the memory of the KV cache, which may be released now
+
+
+def address_of(listen: str, engine_index: int) -> str:
+    """Returns the address that one of several engines listens at: their ports or paths follow one another."""
+    head, _, port = listen.rpartition(":")
+    if not engine_index or listen.endswith(":0"):
+        return listen
+    is_port = listen.startswith("tcp://") and port.isdecimal()
+    return f"{head}:{int(port) + engine_index}" if is_port else f"{listen}.{engine_index}"
+
+
+class PeerWorker(RecordWorker):
+    """Takes blocks from peers, and serves leased ones."""
+
+    what = "the key directory of peers"
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        super().__init__(config, rank, StoreDirectory.open_for_key(extra["path"]))
+        self._mac = RecordMac(self.directory.key)
+        self._client = PeerClient(self.directory.key, extra["engine_id"])
+        self._leases = LeasedBlocks(self.directory.key, extra["kv_lease_duration"], self._identify_self, self.end)
+        self._server = None
+        if config.kv_transfer_config.kv_role != "kv_consumer":
+            address = address_of(extra["listen"], config.parallel_config.engine_index)
+            self._server = BlockServer(self._leases, self.directory.key, address, extra["engine_id"])
+        self._tiers: list[str] = extra["tiers"]
+        self._rests_until: dict[str, float] = {}
+        """Times until which addresses are not asked, and sent no renewals."""
+        self._kept: dict[str, tuple[str, str]] = {}
+        """Leases of waiting requests: lease to address and incarnation. Owned by the keeper's thread."""
+        self._loads = _Tasks("kv-peer-load", extra["io_threads"])
+        self._asks = _Tasks("kv-peer-ask")
+        self._keeper = _Tasks("kv-peer-keep", every=self._renew)
+
+    def start(self, orders: KVConnectorMetadata) -> None:
+        namespace = self.namespace
+        for transfer_id in orders.cancels:
+            self.cancel(transfer_id)
+        for load in orders.loads:
+            task = PeerLoad(load, namespace, self._client, self._mac, self.end)
+            self.begin(load.load_id, task)
+            self._loads.put(task.run)
+        for save in orders.saves:
+            self._begin_lease(save, namespace)
+        params = orders.params or {}
+        for request_id, keys in params.get("ask", {}).items():
+            self._asks.put(partial(self._ask, request_id, keys, namespace))
+        for lease, address, incarnation in params.get("keep", ()):
+            self._keeper.put(partial(self._kept.__setitem__, lease, (address, incarnation)))
+        for lease in params.get("release", ()):
+            self._keeper.put(partial(self._release, lease))
+
+    def _identify_self(self) -> bytes | None:
+        namespace = self.namespace
+        return None if namespace is None else namespace.fingerprint
+
+    def _begin_lease(self, order: SaveOrder, namespace: Namespace | None) -> None:
+        end = _LeaseEnd(lambda: None)
+        self.begin(order.save_id, end)
+        end.cancel = self._leases.begin(order, namespace, time.monotonic())
+        if self._server is not None:
+            self._server.wake()
+
+    def describe(self) -> dict[str, Any]:
+        if self._server is None:
+            return {}
+        return {"listen": self._server.address, "incarnation": self._server.incarnation}
+
+    def end_all(self) -> None:
+        for task in list(self.transfers.values()):
+            task.cancel()
+
+    def stop_threads(self) -> bool:
+        deadline = time.monotonic() + END_S
+        num_hung = sum(not tasks.stop(deadline) for tasks in (self._loads, self._asks, self._keeper))
+        if self._server is not None:
+            self._server.close()
+        self._client.close()
+        return not num_hung
+
+    # -- what servers have, and leases elsewhere ---------------------------------------------------------------
+
+    def _ask(self, request_id: str, keys: list[RecordName], namespace: Namespace | None) -> None:
+        """Asks all tiers which blocks they have, and reports it: one that does not answer has none."""
+        found: dict[str, list[bool]] = {}
+        for address in self._tiers:
+            if namespace is None or self._is_resting(address):
+                continue
+            try:
+                found[address] = self._ask_one(address, keys, namespace)
+            except Exception as e:  # a request waits for the answer
+                logger.warning("the block server %s is not asked for %.0f s: %s", address, REST_S, e)
+                self._rest(address)
+        self._report(KVConnectorOutput(info={"have": {request_id: found}}))
+
+    def _ask_one(self, address: str, keys: list[RecordName], namespace: Namespace) -> list[bool]:
+        """Asks one server; connections from before its restart are tried and dropped. Raises PeerError."""
+        for _ in range(MAX_IDLE):
+            try:
+                with self._client.connect(address, namespace.fingerprint) as peer:
+                    return peer.have(keys, ASK_S)
+            except PeerError as e:
+                if e.reason != "stale":
+                    raise
+        with self._client.connect(address, namespace.fingerprint) as peer:
+            return peer.have(keys, ASK_S)
+
+    def _release(self, lease: str) -> None:
+        place = self._kept.pop(lease, None)
+        if place is not None:
+            self._send(place, Release([lease]))
+
+    def _renew(self) -> None:
+        for lease, place in list(self._kept.items()):
+            self._send(place, Renew([lease]))
+
+    def _send(self, place: tuple[str, str], message: Renew | Release) -> None:
+        """Sends a peer what needs no answer. One that cannot be reached ends its leases itself."""
+        namespace = self.namespace
+        if namespace is None or self._is_resting(place[0]):
+            return
+        try:
+            with self._client.connect(place[0], namespace.fingerprint, place[1]) as peer:
+                peer.send(message)
+        except PeerError as e:
+            if e.reason != "stale":
+                self._rest(place[0])
+
+    def _rest(self, address: str) -> None:
+        if len(self._rests_until) >= MAX_ENDED:
+            self._rests_until.clear()
+        self._rests_until[address] = time.monotonic() + REST_S
+
+    def _is_resting(self, address: str) -> bool:
+        return time.monotonic() < self._rests_until.get(address, 0.0)

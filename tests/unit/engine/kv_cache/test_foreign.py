@@ -1,0 +1,431 @@
+"""Connectors that are written for vLLM's interface: the one of docs/recipes/add_a_connector.md, and one of files."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from quire.config.hf_config import HFConfig
+from quire.config.kv_transfer import CONNECTORS, FOREIGN, KVTransferConfig
+from quire.config.model import ModelConfig
+from quire.engine.core import EngineCore
+from quire.engine.kv_cache import foreign
+from quire.engine.kv_cache.foreign import ForeignScheduler
+from quire.engine.request import RequestStatus
+from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
+from quire.testing.fake_executor import FakeExecutor
+from quire.testing.fake_model import expected_output
+from quire.wire.engine_core import EngineCoreRequest, FinishReason
+from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from quire.worker.attention.backend import KVCache
+from quire.worker.kv_transfer.compat import CompatWorker, join_parts
+
+from .disk_connector import DiskConnector
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "recipes" / "add_a_connector.md"
+SIZE = 4
+PROMPT = [(7 * i) % 50 for i in range(30)]
+DISK = DiskConnector.__module__
+
+
+class FakeMemoryWorker(CompatWorker):
+    """The adapter's worker half on the fake executor's memory: one layer."""
+
+    def describe_memory(self, memory: Any) -> tuple[dict[str, Any], KVCacheConfig]:
+        layer = torch.frombuffer(memory._slots, dtype=torch.uint8).view(1, memory.num_blocks, -1)
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(SIZE, 1, 1))]
+        return {"layer": layer}, KVCacheConfig(memory.num_blocks, [], groups)
+
+
+@pytest.fixture(autouse=True)
+def fake_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "POLL_S", 0.0)  # a step may be made at any time
+    row = CONNECTORS[FOREIGN]
+    monkeypatch.setitem(CONNECTORS, "FakeMemory", row._replace(worker=f"{__name__}:FakeMemoryWorker"))
+
+
+@pytest.fixture
+def memory_connector(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The module of the page."""
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    module = types.ModuleType("memory_connector")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, str(PAGE), "exec"), vars(module))
+    return module
+
+
+def settle(module: str, name: str, policy: str = "recompute", **extra: Any) -> KVTransferConfig:
+    values = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+    return KVTransferConfig(transfer=values).settle()
+
+
+class Engine:
+    """A core whose answers are compared with the model's."""
+
+    def __init__(self, transfer: KVTransferConfig, num_blocks: int = 40) -> None:
+        hf_config = HFConfig({"max_position_embeddings": 64}, Path())
+        config = EngineConfig(
+            model_config=ModelConfig(max_model_len=-1, hf_config=hf_config),
+            cache_config=CacheConfig(block_size=SIZE, num_gpu_blocks_override=num_blocks),
+            scheduler_config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
+            kv_transfer_config=replace(transfer, kv_connector="FakeMemory"),
+        )
+        self.core = EngineCore(config, FakeExecutor, True)
+        executor, scheduler = self.core.executor, self.core.scheduler
+        assert isinstance(executor, FakeExecutor)
+        self.executor, self.scheduler, self.exchange = executor, scheduler, scheduler.exchange  # type: ignore[attr-defined]
+        half = self.exchange.connector
+        assert isinstance(half, ForeignScheduler)
+        assert isinstance(executor.transfers, FakeMemoryWorker)
+        self.scheduler_half: Any = half.foreign
+        self.worker_half: Any = executor.transfers.foreign
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason | None] = {}
+        self.num_external: dict[str, int] = {}
+        self.transfer_params: dict[str, dict[str, Any]] = {}
+        self.params: dict[str, tuple[list[int], SamplingParams]] = {}
+
+    def add(self, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 4) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        self.params[request_id], self.tokens[request_id] = (prompt, params), []
+        request = EngineCoreRequest(request_id, prompt, params, None, 0.0)
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            outputs, _ = self.core.step_fn()
+            for output in [output for batch in (outputs or {}).values() for output in batch.outputs]:
+                self.tokens[output.request_id] += output.new_token_ids
+                self.reasons[output.request_id] = output.finish_reason
+                if output.kv_transfer_params is not None:
+                    self.transfer_params[output.request_id] = output.kv_transfer_params
+                if output.prefill_stats is not None:
+                    self.num_external[output.request_id] = output.prefill_stats.num_external_cached_tokens
+            self.scheduler.kv_cache_manager.check_integrity()
+
+    def finish(self) -> None:
+        """Runs everything to its end, and compares the answers of what has not failed."""
+        for _ in range(100):
+            if not self.scheduler.requests:
+                break
+            self.await_loads()
+            self.step()
+        assert not self.scheduler.requests
+        for request_id, (prompt, params) in self.params.items():
+            if self.reasons.get(request_id) is FinishReason.LENGTH:
+                assert self.tokens[request_id] == expected_output(self.executor.model, prompt, params, 64).token_ids
+
+    def await_loads(self) -> None:
+        """Waits for loads in threads, if they may load."""
+        for half in getattr(self.worker_half, "parts", [self.worker_half]):
+            if isinstance(half, DiskConnector) and DiskConnector.may_load.is_set():
+                wait(half.futures.values())
+
+    def held(self) -> dict[str, int]:
+        return dict(self.scheduler.kv_cache_manager.held.count())
+
+    def status(self, request_id: str) -> RequestStatus:
+        status: RequestStatus = self.scheduler.requests[request_id].status
+        return status
+
+
+def run(transfer: KVTransferConfig, **options: Any) -> Engine:
+    """An engine that has answered the prompt."""
+    engine = Engine(transfer, **options)
+    engine.add("a")
+    engine.finish()
+    assert engine.reasons == {"a": FinishReason.LENGTH}
+    return engine
+
+
+def test_the_connector_of_the_recipe_finds_blocks_of_another_engine(memory_connector: types.ModuleType) -> None:
+    transfer = settle("memory_connector", "MemoryConnector")
+    first = run(transfer)
+    assert first.num_external == {"a": 0}
+    assert len(memory_connector.STORE) == 8, "of the prompt in two steps, and of the answer"
+    second = run(transfer)
+    assert second.num_external == {"a": 28}
+    assert second.held() == {}
+    assert second.executor.num_computed_tokens == 2 + 3
+    second.add("longer", [*PROMPT, *range(10)])
+    second.finish()
+    assert len(memory_connector.STORE) > 8
+    assert not second.scheduler_half._requests
+    assert not second.scheduler_half._block_ids
+
+
+def test_requests_that_are_preempted_load_again(memory_connector: types.ModuleType) -> None:
+    engine = run(settle("memory_connector", "MemoryConnector"))
+    engine.add("b", max_tokens=12)
+    engine.step(3)
+    assert engine.core.lifecycle.reset_prefix_cache(reset_running_requests=True)
+    engine.finish()
+    assert engine.exchange.loader.sent == {}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_files_are_read_by_another_engine(tmp_path: Path, is_async: bool) -> None:
+    transfer = settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path), is_async=is_async)
+    DiskConnector.may_load.set()
+    assert run(transfer).num_external == {"a": 0}
+    assert len(list(tmp_path.iterdir())) == 4, "of the first step"
+    engine = run(transfer)
+    assert engine.num_external == {"a": 16}
+    assert engine.held() == {}
+    engine.core.shutdown()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Path]:
+    run(settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path)))
+    DiskConnector.may_load.clear()
+    yield tmp_path
+    DiskConnector.may_load.set()
+
+
+def test_an_abort_while_a_load_is_under_way_leaks_nothing(saved: Path) -> None:
+    engine = Engine(settle(DISK, "DiskConnector", shared_storage_path=str(saved), is_async=True))
+    engine.add("a")
+    engine.step(2)
+    assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.held() == {"loading": 4}
+    engine.core.abort_requests(["a"])
+    assert engine.held() == {"zombie": 4}, "the connector may write them"
+    engine.add("b", [9] * 20)
+    engine.finish()
+    assert engine.held() == {"zombie": 4}
+    (load,) = engine.worker_half.futures.values()
+    DiskConnector.may_load.set()
+    load.result()
+    engine.step(2)
+    assert engine.held() == {}
+    assert not engine.scheduler_half.futures
+    engine.core.shutdown()
+
+
+def test_while_a_load_is_under_way_steps_are_made(saved: Path) -> None:
+    engine = Engine(settle(DISK, "DiskConnector", shared_storage_path=str(saved), is_async=True))
+    alarms: list[float] = []
+    engine.exchange.link.set_alarm = alarms.append
+    engine.add("a")
+    engine.step()
+    assert alarms[-1] < 0.1, "the connector is asked what has ended"
+    DiskConnector.may_load.set()
+    engine.worker_half.futures["a"].result()
+    engine.finish()
+    engine.step()
+    assert alarms[-1] == float("inf")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_cannot_be_loaded_is_computed_or_fails(saved: Path, is_async: bool) -> None:
+    DiskConnector.may_load.set()
+    options = {"shared_storage_path": str(saved), "is_async": is_async}
+    engine = Engine(settle(DISK, "DiskConnector", **options))
+    engine.add("a")
+    damaged = saved / engine.scheduler.requests["a"].block_hashes[2].hex() / "layer.safetensors"
+    damaged.unlink()
+    engine.finish()
+    assert engine.num_external == {"a": 8}
+    assert engine.reasons == {"a": FinishReason.LENGTH}
+    failing = Engine(settle(DISK, "DiskConnector", policy="fail", **options))
+    damaged.unlink(missing_ok=True)
+    failing.add("a")
+    failing.finish()
+    assert failing.reasons == {"a": FinishReason.ERROR}
+    assert failing.held() == {}
+
+
+def test_blocks_stay_until_they_were_sent(tmp_path: Path) -> None:
+    engine = run(settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path), sends=True), num_blocks=10)
+    assert engine.held() == {"pinned": 9}
+    assert engine.transfer_params == {"a": {"num_blocks": 9}}
+    engine.add("b", [9] * 30)
+    engine.finish()  # waits for the blocks of the first
+    assert engine.reasons["b"] is FinishReason.LENGTH
+    engine.step(3)  # its id, what was sent, and the report of it
+    assert engine.held() == {}
+    assert not engine.exchange.connector.holds_blocks
+
+
+def test_errors_of_a_connector_cost_the_load(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    for name in ("start_load_kv", "save_kv_layer", "get_finished", "update_connector_output", "request_finished"):
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskConnector, name, fail)
+            engine = run(settle(DISK, "DiskConnector", shared_storage_path=str(saved)))
+        assert engine.num_external == {"a": 0 if name == "start_load_kv" else 16}
+        assert engine.held() == {}
+
+
+def test_a_step_that_fails_ends_its_loads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(settle(DISK, "DiskConnector", shared_storage_path=str(saved)))
+    engine.exchange.clock = count(100.0, 0.05).__next__
+    engine.exchange.link.wait = lambda seconds: None
+    engine.add("a")
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("the forward pass fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeExecutor, "_end_step", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    engine.executor._unsampled = None
+    engine.finish()
+    engine.step(2)
+    assert engine.held() == {}
+
+
+def test_new_weights_drop_what_is_stored(memory_connector: types.ModuleType) -> None:
+    engine = run(settle("memory_connector", "MemoryConnector"))
+    calls: list[str] = []
+    engine.scheduler_half.reset_cache = lambda: calls.append("reset")
+    engine.core.lifecycle.update_weights("/other")
+    assert calls == ["reset"]
+
+
+def of_several(*parts: dict[str, Any]) -> KVTransferConfig:
+    values = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    return KVTransferConfig(transfer={**values, "kv_connector_extra_config": {"connectors": list(parts)}}).settle()
+
+
+def part(module: str, name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
+
+
+def test_several_connectors_load_from_the_first_and_save_to_all(
+    memory_connector: types.ModuleType, tmp_path: Path
+) -> None:
+    disk = part(DISK, "DiskConnector", shared_storage_path=str(tmp_path), is_async=True, sends=True)
+    transfer = of_several(part("memory_connector", "MemoryConnector"), disk)
+    DiskConnector.may_load.set()
+    engine = run(transfer)
+    assert (len(memory_connector.STORE), len(list(tmp_path.iterdir()))) == (8, 4)
+    engine.step(3)
+    assert engine.held() == {}, "the second has sent"
+    for digest in list(memory_connector.STORE)[:3]:
+        del memory_connector.STORE[digest]
+    engine = run(transfer)
+    assert engine.num_external == {"a": 16}, "from the second: the first has not the first block"
+    engine = run(transfer)
+    assert engine.num_external == {"a": 28}, "what it lacked was saved"
+    engine.core.shutdown()
+
+
+def test_blocks_go_when_all_connectors_have_sent_them(tmp_path: Path) -> None:
+    parts = [part(DISK, "DiskConnector", shared_storage_path=str(tmp_path / i), sends=True) for i in "ab"]
+    engine = run(of_several(*parts))
+    assert engine.held() == {"pinned": 9}
+    _, second = engine.worker_half.parts
+    second.get_finished = lambda finished: (set(), set())
+    engine.step(4)
+    assert engine.held() == {"pinned": 9}
+    second.get_finished = lambda finished: ({"a"}, set())
+    engine.step()
+    second.get_finished = lambda finished: (set(), set())
+    engine.step()
+    assert engine.held() == {}
+    assert not engine.worker_half._unsent
+
+
+@pytest.mark.parametrize("parts", [[], [{"kv_connector": "StoreConnector"}], [3]])
+def test_several_connectors_are_foreign_ones(parts: list[Any]) -> None:
+    config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=of_several(*parts))
+    with pytest.raises(ConfigError, match="MultiConnector"):
+        ForeignScheduler(config, KVCacheConfig(10, [], [KVCacheGroupSpec(["0"], FullAttentionSpec(SIZE, 1, 1))]))
+
+
+def test_a_benchmark_of_decoding_computes_no_prompts() -> None:
+    values = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+    extra = {"kv_connector_extra_config": {"fill_mean": 7}}
+    engine = Engine(KVTransferConfig(transfer=values | extra).settle())
+    engine.add("a")
+    engine.step(3)
+    assert engine.executor.num_computed_tokens == 2 + 1
+    assert engine.num_external == {"a": 28}
+    slots = engine.worker_half._layers["layer"][0]
+    (table,) = engine.scheduler.kv_cache_manager.get_tables("a")
+    assert all(bool((slots[block.block_id] == 7).all()) for block in table[:7])
+
+
+def make_half(module: str, name: str, num_groups: int = 1) -> ForeignScheduler:
+    transfer = settle(module, name)
+    config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=transfer)
+    groups = [KVCacheGroupSpec([str(i)], FullAttentionSpec(SIZE, 1, 1)) for i in range(num_groups)]
+    return ForeignScheduler(config, KVCacheConfig(10, [], groups))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        ("no.such.module", "X", "there is no module 'no.such.module'"),
+        (DISK, "X", "has no 'X'"),
+        (DISK, "DiskConnector", "cannot be made: TypeError"),
+        (DISK, "Transfers", "its constructor takes"),
+    ],
+)
+def test_what_is_no_connector_is_refused(module: str, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_half(module, name)
+
+
+def test_several_groups_need_a_connector_that_knows_them(memory_connector: types.ModuleType) -> None:
+    with pytest.raises(ConfigError, match="2 groups of KV cache layers"):
+        make_half("memory_connector", "MemoryConnector", num_groups=2)
+
+
+@pytest.mark.parametrize(("layout", "backend"), [(None, "native"), ("NHD", "torch")])
+def test_blocks_in_a_layout_that_there_is(layout: str | None, backend: str) -> None:
+    check_layout(layout, backend)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "words"), [("NHD", "native", "QUIRE_CPU_KERNELS=torch"), ("HND", "torch", "NHD only")]
+)
+def test_other_layouts_are_refused(layout: str, backend: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_layout(layout, backend)
+
+
+def check_layout(layout: str | None, backend: str) -> None:
+    class Foreign:
+        _vllm_config = None
+
+        @classmethod
+        def get_required_kvcache_layout(cls, config: Any) -> str | None:
+            return layout
+
+    half: Any = Foreign()
+    memory = types.SimpleNamespace(backend=types.SimpleNamespace(name=backend))
+    CompatWorker(EngineConfig(model_config=ModelConfig()))._check_layout(half, memory)
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_layer_is_one_view_of_keys_and_values(is_latent: bool) -> None:
+    storage = torch.arange(2 * 5 * 24, dtype=torch.float32)
+    parts = storage.view(1 if is_latent else 2, 5, -1)[..., 4:12]  # one of several layers that share the storage
+    layer = join_parts(KVCache(parts[0], parts[-1]))
+    assert torch.equal(layer, parts)
+    layer[:, 3] = -1
+    assert (storage == -1).sum() == (8 if is_latent else 16)

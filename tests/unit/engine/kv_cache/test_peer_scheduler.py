@@ -1,0 +1,217 @@
+"""The scheduler half of peers: what it takes for true, what it asks for, and what it promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config.engine_args import EngineArgs
+from quire.engine.kv_cache import peer_scheduler
+from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch
+from quire.engine.kv_cache.hashing import make_block_hasher
+from quire.engine.kv_cache.peer_scheduler import PeerScheduler
+from quire.engine.request import Request, RequestStatus
+from quire.errors import ConfigError
+from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
+from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
+
+SIZE = 4
+FULL = FullAttentionSpec(SIZE, 1, 8)
+WINDOW = SlidingWindowSpec(SIZE, 1, 8, sliding_window=6)
+IDENTITY = {"fingerprint": b"f" * 32, "generation": 0, "listen": "tcp://127.0.0.1:99", "incarnation": "i"}
+ADDRESS = "tcp://10.0.0.9:5600"
+OFFER = {
+    "do_remote_prefill": True, "remote_request_id": "lease", "remote_host": "10.0.0.9", "remote_port": 5600,
+    "remote_num_tokens": 28, "remote_incarnation": "i",
+}  # fmt: skip
+
+
+class Half:
+    """The scheduler half, with an identity."""
+
+    def __init__(self, *specs: AnyKVCacheSpec, role: str = "kv_both", **extra: Any) -> None:
+        transfer = {
+            "kv_connector": "NixlConnector",
+            "kv_role": role,
+            "engine_id": "E",
+            "kv_connector_extra_config": {"path": "unused", "peers": ["10.0.0.0/8"], **extra},
+        }
+        config = EngineArgs("demo", kv_transfer_config=transfer).create_engine_config()
+        groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs or [FULL])]
+        self.half = PeerScheduler(config, KVCacheConfig(10, [], groups))
+        self.half.update_connector_output(KVConnectorOutput(info=IDENTITY))
+
+    def add(self, transfer: dict[str, Any] | None = None, num_tokens: int = 30, **fields: Any) -> Request:
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        params = SamplingParams(max_tokens=2, seed=3, extra_args=extra)
+        origin = EngineCoreRequest("r", list(range(num_tokens)), params, None, 0.0, **fields)
+        request = Request(origin, make_block_hasher(SIZE))
+        self.half.on_new_request(request)
+        return request
+
+    def match(self, request: Request, start: int = 0) -> ExternalMatch | None:
+        return self.half.get_num_new_matched_tokens(request, start)
+
+
+def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_starts() -> None:
+    half = Half()
+    request = half.add(OFFER)
+    assert half.half.build_connector_meta() == {"keep": [("lease", ADDRESS, "i")]}
+    load = {"peer": ADDRESS, "lease": "lease", "incarnation": "i"}
+    assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", load)
+    assert half.match(request, 8) == ExternalMatch(20, f"p2p:{ADDRESS}", load)
+    assert half.match(request, 28) == NO_MATCH
+    half.half.request_started(request)
+    assert half.half.build_connector_meta() == {"release": ["lease"]}
+    assert half.half.build_connector_meta() is None
+    assert half.match(request) == NO_MATCH, "preempted: the lease is over"
+    half.half.request_finished(request)
+    assert half.half.build_connector_meta() is None
+
+
+@pytest.mark.parametrize("name", ["request_started", "request_finished"])
+def test_a_lease_is_released_however_the_request_goes_on(name: str) -> None:
+    half = Half()
+    request = half.add(OFFER)
+    half.half.build_connector_meta()
+    getattr(half.half, name)(request)
+    assert half.half.build_connector_meta() == {"release": ["lease"]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_host": "11.0.0.9"},
+        {"remote_host": None},
+        {"remote_port": None},
+        {"remote_port": "x"},
+        {"remote_request_id": None},
+        {"do_remote_prefill": False},
+        {"remote_num_tokens": 3},
+        {"remote_num_tokens": None},
+        {"remote_num_tokens": -8},
+    ],
+)
+def test_an_offer_that_cannot_be_used_is_none(change: dict[str, Any]) -> None:
+    half = Half()
+    assert half.match(half.add(OFFER | change)) == NO_MATCH
+
+
+def test_more_than_the_prompt_is_not_taken() -> None:
+    half = Half()
+    match = half.match(half.add(OFFER | {"remote_num_tokens": 1 << 40}, 28))
+    assert match is not None
+    assert match.num_tokens == 24, "the last token is computed"
+
+
+def test_who_takes_nothing() -> None:
+    half = Half(role="kv_producer")
+    assert half.match(half.add(OFFER)) == NO_MATCH
+    half = Half()
+    assert half.match(half.add(OFFER, lora_request=LoRARequest("l", 1, "/l"))) == NO_MATCH
+    half.half.set_weights("other")
+    assert half.match(half.add(OFFER)) == NO_MATCH, "the namespace is not known"
+    half.half.update_connector_output(KVConnectorOutput(info=IDENTITY))
+    assert half.match(half.add(OFFER)) == NO_MATCH, "that report is of the old weights"
+
+
+def test_windows_are_taken_only_whole() -> None:
+    half = Half(FULL, WINDOW)
+    assert half.match(half.add(OFFER)) is not NO_MATCH
+    assert half.match(half.add(OFFER, 27)) == NO_MATCH, "the window of a shorter prompt is elsewhere"
+    half = Half(WINDOW)
+    assert half.match(half.add(OFFER)) == NO_MATCH, "no record proves the first blocks"
+    request = half.add(OFFER)
+    assert half.match(request, 24) is not NO_MATCH
+
+
+def test_a_peer_that_cannot_be_used_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half()
+    request, now = half.add(OFFER), 50.0
+    monkeypatch.setattr("quire.engine.kv_cache.peer_scheduler.time.monotonic", lambda: now)
+    order = LoadOrder(1, "p2p", 0, [], [], {"peer": ADDRESS})
+    half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="gone"))
+    assert half.match(request) is not NO_MATCH
+    half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="refused"))
+    assert half.match(request) == NO_MATCH
+    now += peer_scheduler.REST_S
+    assert half.match(request) is not NO_MATCH
+
+
+# -- block servers -------------------------------------------------------------------------------------------------
+
+
+def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
+    half = Half(FULL, WINDOW, tiers=["tcp://a:1", "tcp://b:1"])
+    request = half.add()
+    message = half.half.build_connector_meta()
+    assert message == {"ask": {"r": [(group, digest) for group in (0, 1) for digest in request.block_hashes]}}
+    assert half.match(request) is None
+    assert not half.half.asks_again
+    has = {"tcp://a:1": [True] * 5 + [False] * 9, "tcp://b:1": [True] * 6 + [False] + [True] * 6 + [False]}
+    half.half.update_connector_output(KVConnectorOutput(info={"have": {"other": {}, "r": has}}))
+    assert half.match(request) == ExternalMatch(24, "p2p:tcp://b:1", {"peer": "tcp://b:1"})
+    assert half.match(request, 24) == NO_MATCH
+    half.half.request_started(request)
+    assert half.match(request) == NO_MATCH
+
+
+def test_a_server_that_has_not_answered_has_nothing() -> None:
+    half = Half(tiers=["tcp://a:1"])
+    request = half.add()
+    half.half.update_connector_output(KVConnectorOutput(info={"have": {"r": {}}}))
+    assert half.match(request) == NO_MATCH
+    assert half.match(half.add(num_tokens=4)) == NO_MATCH, "there is no whole block before the last token"
+
+
+# -- leases --------------------------------------------------------------------------------------------------------
+
+
+def end(request: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> Request:
+    request.status = status
+    return request
+
+
+def test_the_answer_has_what_proxies_of_vllm_pass_on() -> None:
+    half = Half(FULL, WINDOW)
+    request = end(half.add({"do_remote_decode": True}))
+    lease = half.half.name_lease(request)
+    assert lease is not None
+    assert lease.startswith("r-")
+    assert lease != half.half.name_lease(request)
+    assert half.half.make_transfer_params(request, lease, 28) == {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[], []], "remote_engine_id": "E",
+        "remote_request_id": lease, "remote_host": "127.0.0.1", "remote_port": 99, "tp_size": 1, "dcp_size": 1,
+        "pp_size": 1, "remote_num_tokens": 28, "remote_blocks_expiry_time": None, "transfer_mode": "pull",
+        "remote_incarnation": "i", "seed": 3,
+    }  # fmt: skip
+
+
+def test_what_is_not_promised() -> None:
+    half = Half()
+    assert half.half.name_lease(end(half.add())) is None
+    assert half.half.name_lease(end(half.add(OFFER))) is None
+    asked = {"do_remote_decode": True}
+    assert half.half.name_lease(end(half.add(asked), RequestStatus.FINISHED_ABORTED)) is None
+    assert Half(role="kv_consumer").half.name_lease(end(half.add(asked))) is None
+    half.half.set_weights("other")
+    assert half.half.name_lease(end(half.add(asked))) is None, "what the blocks are made of is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"listen": "tcp://*:1"}, "names no host: other engines are sent this address"),
+        ({"listen": "tcp://0.0.0.0:1"}, "names no host"),
+        ({"peer": []}, "unknown key 'peer'; did you mean peers"),
+        ({"peers": ["a b"]}, "'a b' is no host and no network"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration must be in"),
+    ],
+)
+def test_what_cannot_be_configured(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Half(**extra)

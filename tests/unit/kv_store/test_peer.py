@@ -1,0 +1,372 @@
+"""Block servers and their clients: what is sent, what is refused, and what no message can do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from quire.errors import ConfigError
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.peer import client as client_module
+from quire.kv_store.peer import server as server_module
+from quire.kv_store.peer.client import PeerClient, PeerError, PeerList
+from quire.kv_store.peer.server import BlockServer, BlockSource, DirectorySource, Record
+from quire.kv_store.record import TAG_BYTES, RecordMac, make_header
+from quire.wire import sockets
+from quire.wire.kv_peers import MAX_KEYS, Credit, Get, Have, Hello, Proof, RecordName, Release, Renew
+
+from ...seeds import seed_of, volume
+
+KEY = bytes(range(32))
+FINGERPRINT = b"\x07" * 32
+
+
+class Memory(BlockSource):
+    """Blocks in a dict, and what was asked of leases."""
+
+    def __init__(self) -> None:
+        self.records: dict[RecordName, Record] = {}
+        self.leases = {"lease"}
+        self.expected = ""
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def add(self, number: int, group: int = 0) -> RecordName:
+        name = group, bytes([number]) * 32
+        head = make_header(FINGERPRINT, name[1], None, group, [number], 100).encode()
+        payload = bytes([number]) * 100
+        self.records[name] = head + RecordMac(KEY).tag(head, [payload]), payload
+        return name
+
+    def accepts(self, fingerprint: bytes) -> bool:
+        return fingerprint == FINGERPRINT
+
+    def has(self, fingerprint: bytes, keys: Sequence[RecordName]) -> list[bool]:
+        return [key in self.records for key in keys]
+
+    def read(self, fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
+        return self.records.get(key) if lease in self.leases else None
+
+    def is_expected(self, lease: str) -> bool:
+        return lease == self.expected and lease not in self.leases
+
+    def renew(self, leases: Sequence[str], now: float) -> None:
+        self.calls.append(("renew", list(leases)))
+
+    def release(self, leases: Sequence[str]) -> None:
+        self.calls.append(("release", list(leases)))
+
+
+@pytest.fixture(autouse=True)
+def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on how quickly a server answers."""
+    monkeypatch.setattr(client_module, "SILENCE_S", 60.0)
+    monkeypatch.setattr(client_module, "CONNECT_S", 60.0)
+
+
+@pytest.fixture
+def source() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def server(source: Memory) -> Iterator[BlockServer]:
+    server = BlockServer(source, KEY, "tcp://127.0.0.1:0", "P")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client() -> Iterator[PeerClient]:
+    client = PeerClient(KEY, "D")
+    yield client
+    client.close()
+
+
+def never() -> bool:
+    return False
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        time.sleep(0.001)
+
+
+def numbers(records: Iterator[tuple[memoryview, memoryview]]) -> list[int]:
+    """Returns the numbers of blocks, as `Memory` has made them."""
+    return [payload[0] for head, payload in records if len(payload) == 100 and len(head) > TAG_BYTES]
+
+
+def test_a_server_says_what_it_has_and_sends_it_in_order(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    names = [source.add(number) for number in range(40)]
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert peer.have([names[3], (0, b"?" * 32), names[39], (1, names[0][1])]) == [True, False, True, False]
+        assert numbers(peer.fetch("lease", names, never)) == list(range(40))
+        assert numbers(peer.fetch("lease", names[5:7], never)) == [5, 6]
+    with client.connect(server.address, FINGERPRINT, server.incarnation) as again:
+        assert again is peer  # it was kept
+        again.send(Renew(["a"]))
+        again.send(Release(["a", "b"]))
+        until(lambda: len(source.calls) == 2)
+    assert source.calls == [("renew", ["a"]), ("release", ["a", "b"])]
+
+
+def test_a_block_that_is_gone_ends_the_rest(server: BlockServer, source: Memory, client: PeerClient) -> None:
+    names = [source.add(number) for number in range(3)]
+    del source.records[names[1]]
+    with client.connect(server.address, FINGERPRINT) as peer:
+        records = peer.fetch("lease", names, never)
+        assert next(records)[1][0] == 0
+        with pytest.raises(PeerError) as error:
+            next(records)
+    assert error.value.reason == "gone"
+
+
+def test_a_pull_waits_for_the_order_that_begins_its_lease(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    name, source.expected = source.add(1), "soon"
+    with client.connect(server.address, FINGERPRINT) as peer:
+        records = peer.fetch("soon", [name], never)
+        peer.have([name])  # the pull has arrived before this was answered
+        source.leases.add("soon")
+        server.wake()
+        assert numbers(records) == [1]
+    with pytest.raises(PeerError, match="has lost"), client.connect(server.address, FINGERPRINT) as peer:
+        list(peer.fetch("unknown", [name], never))
+
+
+@pytest.mark.parametrize(
+    ("key", "fingerprint", "reason"),
+    [(b"x" * 32, FINGERPRINT, "another key"), (KEY, b"x" * 32, "fingerprint does not fit")],
+)
+def test_another_key_or_fingerprint_is_refused(
+    server: BlockServer, source: Memory, key: bytes, fingerprint: bytes, reason: str
+) -> None:
+    client = PeerClient(key, "D")
+    with pytest.raises(PeerError, match=reason) as error, client.connect(server.address, fingerprint) as peer:
+        peer.have([source.add(1)])
+    assert error.value.reason == "refused"
+    client.close()
+
+
+def test_a_server_that_was_started_again_is_not_the_one_that_promised(server: BlockServer, client: PeerClient) -> None:
+    with pytest.raises(PeerError) as error, client.connect(server.address, FINGERPRINT, "another"):
+        pass
+    assert error.value.reason == "stale"
+
+
+def test_connections_from_before_a_restart_are_dropped(source: Memory, client: PeerClient) -> None:
+    name = source.add(1)
+    server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
+    with client.connect(server.address, FINGERPRINT) as first:
+        first.have([name])
+    server.close()
+    again = BlockServer(source, KEY, server.address)
+    with client.connect(again.address, FINGERPRINT, again.incarnation) as peer:
+        assert peer is not first
+        assert numbers(peer.fetch("lease", [name], never)) == [1]
+    again.close()
+    third = BlockServer(source, KEY, server.address)
+    with pytest.raises(PeerError) as error, client.connect(third.address, FINGERPRINT) as peer:
+        peer.have([name])
+    assert error.value.reason == "stale"
+    third.close()
+
+
+def test_nothing_listens(client: PeerClient, server: BlockServer) -> None:
+    server.close()
+    with pytest.raises(PeerError) as error, client.connect(server.address, FINGERPRINT):
+        pass
+    assert error.value.reason == "unreachable"
+    with pytest.raises(ConfigError, match="cannot be served at tcp://nothing: "):
+        BlockServer(Memory(), KEY, "tcp://nothing")
+
+
+def test_a_silent_server_and_a_cancel(monkeypatch: pytest.MonkeyPatch, client: PeerClient) -> None:
+    """A socket that answers nothing, and a server whose pull waits."""
+    monkeypatch.setattr(client_module, "SILENCE_S", 0.05)
+    context: zmq.Context[Any] = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(PeerError) as error, client.connect(f"tcp://127.0.0.1:{port}", FINGERPRINT):
+        pass
+    assert error.value.reason == "silent"
+    silent.close(linger=0)
+    context.term()
+    source = Memory()
+    source.expected = "soon"
+    server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
+    monkeypatch.setattr(client_module, "SILENCE_S", 60.0)
+    with pytest.raises(PeerError) as error, client.connect(server.address, FINGERPRINT) as peer:
+        list(peer.fetch("soon", [source.add(1)], lambda: True))
+    assert error.value.reason == "cancelled"
+    server.close()
+
+
+def test_encrypted_connections(monkeypatch: pytest.MonkeyPatch, source: Memory) -> None:
+    """Addresses beyond this machine are encrypted; here loopback is taken for one."""
+    for module in (sockets, server_module, client_module):
+        monkeypatch.setattr(module, "is_private", lambda address: False)
+    server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
+    client, stranger = PeerClient(KEY, "D"), PeerClient(b"x" * 32, "D")
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert numbers(peer.fetch("lease", [source.add(9)], never)) == [9]
+    monkeypatch.setattr(client_module, "SILENCE_S", 0.1)
+    with pytest.raises(PeerError) as error, stranger.connect(server.address, FINGERPRINT):
+        pass
+    assert error.value.reason == "silent"
+    for closes in (client, stranger, server):
+        closes.close()
+
+
+def test_a_directory_is_served_to_any_fingerprint_and_only_with_its_key(tmp_path: Path) -> None:
+    store = StoreDirectory.open(tmp_path / "store", 1 << 30)
+    writer = store.create_extent(FINGERPRINT)
+    payload = bytes(range(200))
+    for number in range(3):
+        header = make_header(FINGERPRINT, bytes([number]) * 32, None, 0, [number], len(payload))
+        writer.append(header, [memoryview(payload)])
+    server, client = BlockServer(DirectorySource(store), store.key, "tcp://127.0.0.1:0"), PeerClient(store.key, "D")
+    names = [(0, bytes([number]) * 32) for number in range(4)]
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert peer.have(names) == [True, True, True, False]
+        for (head, data), name in zip(peer.fetch("", names[:3], never), names, strict=False):
+            expected = make_header(FINGERPRINT, name[1], None, 0, [name[1][0]], len(payload)).encode()
+            RecordMac(store.key).check(expected, head[:-TAG_BYTES], head[-TAG_BYTES:], [data])
+            assert bytes(data) == payload
+    with client.connect(server.address, b"another fingerprint, of 32 bytes") as peer:
+        assert peer.have(names) == [False] * 4
+    client.close()
+    server.close()
+    writer.abandon()
+    store.close()
+
+
+# -- hostile messages ----------------------------------------------------------------------------------------------
+
+
+class Raw:
+    """A client that sends what it likes."""
+
+    def __init__(self, server: BlockServer) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(server.address)
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+def test_nothing_is_answered_before_the_key_is_proven(server: BlockServer, source: Memory) -> None:
+    raw, name = Raw(server), source.add(1)
+    asks = [Have(1, [name]), Get(1, "lease", [name]), Renew(["lease"]), Release(["lease"]), Credit(1, 1)]
+    for ask in asks:
+        for before in ([], [Hello(1, FINGERPRINT, "D", b"n" * 32)], [Proof(b"p" * 32)]):
+            for message in (*before, ask):
+                raw.socket.send(msgspec.msgpack.encode(message))
+            answers = [msgspec.msgpack.decode(raw.socket.recv())[0] for _ in (*before, ask)]
+            assert set(answers) <= {"refused", "welcome"}
+            assert answers[-1] == "refused"
+    assert source.calls == []
+    raw.close()
+
+
+def test_mutated_messages_neither_crash_a_server_nor_take_its_memory(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    rng = random.Random(seed_of(5))
+    raw, names = Raw(server), [source.add(number) for number in range(8)]
+    valid = [
+        Hello(1, FINGERPRINT, "D", b"n" * 32), Proof(b"p" * 32), Have(1, names), Get(1, "lease", names, 8),
+        Credit(1, 60), Renew(["lease"]), Release(["a"]),
+    ]  # fmt: skip
+    for _ in range(volume(3000)):
+        data = bytearray(msgspec.msgpack.encode(rng.choice(valid)))
+        for _ in range(rng.randrange(3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del data[rng.randrange(len(data)) :]
+        raw.socket.send_multipart([bytes(data)] * rng.choice((1, 1, 1, 2)))
+        while raw.socket.poll(0):
+            raw.socket.recv_multipart()
+    with client.connect(server.address, FINGERPRINT) as peer:  # it lives, and answers
+        assert numbers(peer.fetch("lease", names, never)) == list(range(8))
+    assert len(server._sessions) < 10
+    raw.close()
+
+
+def test_a_client_that_does_not_read_has_no_more_blocks_sent_than_its_credit(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    names = [source.add(number) for number in range(100)]
+    with client.connect(server.address, FINGERPRINT) as peer:
+        records = peer.fetch("lease", names, never)
+        first = next(records)
+        assert first[1][0] == 0
+        (session,) = server._sessions.values()
+        until(lambda: session.pulls[0].credit == 0)
+        assert session.pulls[0].index == client_module.CREDIT
+        assert numbers(records) == list(range(1, 100))
+    too_many = [(0, b"k" * 32)] * (MAX_KEYS + 1)
+    with pytest.raises(PeerError, match="message does not fit"), client.connect(server.address, FINGERPRINT) as peer:
+        peer.have(too_many)
+
+
+def test_many_sessions_end_the_oldest_of_those_without_proof(server: BlockServer, client: PeerClient) -> None:
+    raws = []
+    with client.connect(server.address, FINGERPRINT) as peer:
+        peer.have([])
+        for _ in range(server_module.MAX_UNPROVEN + 3):
+            raw = Raw(server)
+            raw.socket.send(msgspec.msgpack.encode(Hello(1, FINGERPRINT, "D", b"n" * 32)))
+            raw.socket.recv()
+            raws.append(raw)
+        assert len(server._sessions) == server_module.MAX_UNPROVEN + 1
+        peer.have([])  # it goes on
+    for raw in raws:
+        raw.close()
+
+
+# -- the list of peers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"),
+    [
+        ("10.1.2.3", 99, "tcp://10.1.2.3:99"),
+        ("[::1]", 99, "tcp://[::1]:99"),
+        ("prefill-0.internal", 99, "tcp://prefill-0.internal:99"),
+        ("Prefill-0.Internal", 99, "tcp://Prefill-0.Internal:99"),
+        ("ipc:///run/p", None, "ipc:///run/p"),
+        ("ipc:///run/q", None, None),
+        ("11.1.2.3", 99, None),
+        ("10.1.2.3", 0, None),
+        ("10.1.2.3", None, None),
+        ("10.1.2.3", 65536, None),
+        ("10.1.2.3:1/x", 99, None),
+        ("prefill-0.internal.evil.com", 99, None),
+        ("169.254.169.254", 80, None),
+        ("", 99, None),
+        (None, 99, None),
+    ],
+)
+def test_only_listed_hosts_are_peers(host: str | None, port: int | None, address: str | None) -> None:
+    peers = PeerList(["10.0.0.0/8", "::1/128", "prefill-0.internal", "ipc:///run/p"])
+    assert peers.find_address(host, port) == address
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.0/64", "http://x", "a b", "", "10.0.0.1/8"])
+def test_entries_that_are_no_hosts(entry: str) -> None:
+    with pytest.raises(ConfigError, match="is no host and no network"):
+        PeerList([entry])
