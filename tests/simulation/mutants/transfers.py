@@ -210,10 +210,4 @@ def postponed_block_leaks_a_pin(patch: Patch) -> None:
 def leased_blocks_are_given_away(patch: Patch) -> None:
     """Blocks that another engine was promised are free."""
 
-    def hold(original: Any, self: KVCacheManager, holder: Any, *args: Any) -> Any:
-        tables = original(self, holder, *args)
-        self.held.release(holder)
-        self.held.hold(holder, "leased", [])
-        return tables
-
-    wrap(patch, KVCacheManager, "hold_computed", hold)
+    patch.setattr(HeldBlocks, "lease", lambda self, holder, tables: self.hold(holder, "leased", []))

@@ -39,6 +39,12 @@ class HeldBlocks:
         self._pool.touch(blocks)
         self.hold(holder, "pinned", blocks)
 
+    def lease(self, holder: Hashable, tables: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Adds a reference to each block of a cached prefix, per group, and holds it as leased."""
+        for table in tables:
+            self._pool.touch(table)
+        self.hold(holder, "leased", [block for column in zip(*tables, strict=True) for block in column])
+
     def change(self, holder: Hashable, state: HeldState) -> None:
         """Moves the blocks of a holder to another state."""
         self._held[holder] = state, self._held[holder][1]
@@ -101,14 +107,14 @@ class BlockLeases:
         nothing is held.
         """
         size = self._manager.block_size
-        order = SaveOrder(0, [], name)
-        tables = self._manager.hold_computed(id(order), request, (request.num_prompt_tokens - 1) // size)
-        hashes, num_blocks = request.block_hashes, len(tables[0]) if tables else 0
-        if not num_blocks:
+        order, hashes = SaveOrder(0, [], name), request.block_hashes
+        num_blocks = min((request.num_prompt_tokens - 1) // size, len(hashes))
+        tables = self._manager.find_cached(request, num_blocks) if num_blocks > 0 else []
+        if not tables or len(tables[0]) < num_blocks:
             return 0
         if any(is_being_filled(block.block_id) for table in tables for block in table if not block.is_null):
-            self._manager.held.release(id(order))
             return 0
+        self._manager.held.lease(id(order), tables)
         for index in range(num_blocks):
             tokens = tuple(request.all_token_ids[index * size : (index + 1) * size])
             key = BlockKey(

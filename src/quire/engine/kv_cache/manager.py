@@ -266,21 +266,9 @@ class KVCacheManager:
         self.held.release(holder, only=[block for table in tables for block in table[num_verified:]])
         self.held.change(holder, "loaded")
 
-    def hold_computed(self, holder: Hashable, request: Request, num_blocks: int) -> Sequence[Sequence[KVCacheBlock]]:
-        """Holds what an ended request has left in the prefix cache of its first `num_blocks` blocks, as leased.
-
-        Returns the blocks per group, null where a token after them reads nothing; none if not all of them are there.
-        """
-        num_blocks = min(num_blocks, len(request.block_hashes))
-        tables = self._look_up.find(request, num_blocks) if num_blocks > 0 else []
-        if not tables or len(tables[0]) < num_blocks:
-            return []
-        for table in tables:
-            self.block_pool.touch(table)
-        columns = zip(*tables, strict=True)
-        self.held.hold(holder, "leased", [block for column in columns for block in column])
-        self._look_up.forget()
-        return tables
+    def find_cached(self, request: Request, num_blocks: int) -> Sequence[Sequence[KVCacheBlock]]:
+        """Returns the longest cached prefix of at most `num_blocks` blocks, per group."""
+        return self._look_up.find(request, num_blocks)
 
     def get_tables(self, request_id: str) -> tuple[list[KVCacheBlock], ...]:
         """Returns a request's own block tables, not to be kept or changed; none if it was not admitted."""
