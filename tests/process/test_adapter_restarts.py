@@ -286,6 +286,7 @@ def test_deaths_where_adapters_are_read_packed_installed_and_removed(
             assert await engine.llm.reset_prefix_cache()
             monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))  # where later cores find nothing packed
             assassin = Assassin(engine, seen, random.Random(1), num_kills, max_gap=num_adapters * 4)
+            (tmp_path / "armed lora.pack").touch()  # the next core may pack all before the next turn
             for turn, place in enumerate(PLACES):
                 (tmp_path / f"armed {place}").touch()
                 await read_all(engine, seen, turn, lambda: None)
