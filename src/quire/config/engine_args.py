@@ -282,7 +282,6 @@ def _check_parallel(config: EngineConfig) -> None:
     if size == 1:
         return
     why = {
-        "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among workers yet",
         f"--spec-method {drafting and drafting.method}": drafting is not None
         and (drafting.model is not None or drafting.drafter_cls is not None)
         and "a model or a class that drafts cannot be divided among workers yet; ngram and suffix can be used",
