@@ -1,0 +1,202 @@
+"""Several workers beside one, as threads of one process: what models that pool, drafters, sessions, embeddings,
+grammars and aborts give is what they give with one worker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from quire import LLM, LLMEngine, SamplingParams, StructuredOutputsParams
+from quire.errors import ConfigError
+from quire.outputs import RequestOutput
+from quire.testing.oracle_drafter import OracleDrafter
+from tests.checkpoints import MakeCheckpoint
+from tests.worker_threads import THREADS, contexts_of_their_own
+
+from .test_pooling import pooled, prompts_of
+from .test_sessions import answers
+from .test_speculation import counters
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "shared layers": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+BOTH_KINDS = pytest.mark.parametrize("layout", ["shared layers", "stages"])
+FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 99,
+    "weight_cache": False,
+}
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+PROMPTS = [list(range(5, 75)), list(range(40, 43)), list(range(60, 137))]
+
+
+@contextmanager
+def engine(path: object, layout: str = "", **flags: Any) -> Iterator[LLM]:
+    """Yields an engine of one worker, or of several in a layout."""
+    if layout:
+        flags = {**flags, **LAYOUTS[layout], "distributed_executor_backend": THREADS}
+    with contexts_of_their_own(), LLM(str(path), **{**FLAGS, **flags}) as llm:
+        yield llm
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def texts(llm: LLM, params: SamplingParams = PARAMS) -> list[list[int]]:
+    return tokens(llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False))
+
+
+# -- models that pool -------------------------------------------------------------------------------------------------
+
+
+def pooled_bits(llm: LLM, task: str) -> list[list[int]]:
+    """Chunks, then what the prefix cache holds."""
+    prompts = prompts_of((1, 40, 130))
+    return [x.view(np.int32).flatten().tolist() for _ in range(2) for x in pooled(llm, prompts, task)]
+
+
+def test_what_is_pooled_has_the_same_bits(tiny_checkpoint: MakeCheckpoint) -> None:
+    embeds, flags = tiny_checkpoint("qwen3"), {"runner": "pooling"}
+    classes = tiny_checkpoint("llama", head="classify", num_labels=3)
+    found = []
+    for layout in ("", "both"):
+        with engine(embeds, layout, **flags) as llm:
+            found.append([pooled_bits(llm, task) for task in ("embed", "token_embed")])
+        with engine(classes, layout) as llm:
+            found[-1].append(pooled_bits(llm, "classify"))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_reranker_uses_the_logits_that_all_workers_make(is_tied: bool, tiny_checkpoint: MakeCheckpoint) -> None:
+    path, found = tiny_checkpoint("qwen3", tie_word_embeddings=is_tied), []
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"],
+                 "classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True}  # fmt: skip
+    for layout in ("", "both"):
+        with engine(path, layout, hf_overrides=overrides) as llm:
+            outputs = llm.score("a query", ["one document", "another"], use_tqdm=False)
+            found.append([output.outputs.score for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_encoders_are_refused_by_name(tiny_checkpoint: MakeCheckpoint) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"an encoder \(BertModel\): texts that are seen whole cannot be divided yet"),
+        engine(tiny_checkpoint("bert"), "stages", max_num_batched_tokens=256),
+    ):
+        pass
+
+
+# -- drafts -----------------------------------------------------------------------------------------------------------
+
+
+@BOTH_KINDS
+def test_a_draft_model_drafts_as_for_one_worker(layout: str, tiny_checkpoint: MakeCheckpoint) -> None:
+    """The same tokens, of the same drafts, of which the same are right."""
+    path = tiny_checkpoint("llama")
+    drafts = {"model": str(path), "num_speculative_tokens": 3, "adaptive": False, "quantization": "int8"}
+    flags, found = {"speculative_config": drafts, "disable_log_stats": False}, []
+    for each in ("", layout):
+        with engine(path, each, **flags) as llm:
+            both = [texts(llm), texts(llm, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))]
+            found.append((both, {n: v for n, v in counters(llm).items() if n.startswith("spec_decode")}))
+    assert found[0] == found[1]
+    assert found[0][1]["spec_decode_num_accepted_tokens"] > 10
+    with engine(path) as llm:
+        assert texts(llm) == found[0][0][0]
+
+
+def test_drafters_that_read_the_target_are_refused_by_name(tiny_checkpoint: MakeCheckpoint) -> None:
+    name = f"{OracleDrafter.__module__}:{OracleDrafter.__qualname__}"
+    config = {"method": "custom_class", "model": name, "num_speculative_tokens": 3}
+    with (
+        pytest.raises(ConfigError, match="classes of yours do not draft for several workers yet; draft_model, ngram"),
+        engine(tiny_checkpoint("llama"), "stages", speculative_config=config),
+    ):
+        pass
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH_KINDS
+def test_sessions(layout: str, tiny_checkpoint: MakeCheckpoint) -> None:
+    path, found = tiny_checkpoint("llama"), []
+    for each in ("", layout):
+        with engine(path, each, max_model_len=640) as llm:
+            answered, _ = answers(llm.llm_engine, num_sessions=4)
+            found.append({prompt: tokens for prompt, (tokens, _) in answered.items()})
+    assert found[0] == found[1]
+
+
+@BOTH_KINDS
+def test_embeddings_as_prompts(layout: str, tiny_checkpoint: MakeCheckpoint) -> None:
+    """The rows of the table give the answers of their tokens, also beside prompts of tokens."""
+    path = tiny_checkpoint("llama")
+    rows = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    with engine(path) as llm:
+        expected = texts(llm)
+    with engine(path, layout, enable_prompt_embeds=True) as llm:
+        mixed: list[Any] = [{"prompt_embeds": rows[PROMPTS[0]]}, {"prompt_token_ids": PROMPTS[1]}]
+        mixed.append({"prompt_embeds": rows[PROMPTS[2]]})
+        assert tokens(llm.generate(mixed, PARAMS, use_tqdm=False)) == expected
+        assert texts(llm) == expected
+
+
+@BOTH_KINDS
+def test_grammars(layout: str, tiny_checkpoint: MakeCheckpoint) -> None:
+    grammar = StructuredOutputsParams(regex="(ab|cd){2,9} [0-9]{1,4}")
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=30, structured_outputs=grammar)
+    path, found = tiny_checkpoint("llama"), []
+    for each in ("", layout):
+        with engine(path, each) as llm:
+            prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+            outputs = llm.generate(prompts, [params, PARAMS, params], use_tqdm=False)
+            found.append([(output.outputs[0].text, output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+    ended = [text for text, _ in (found[0][0], found[0][2]) if re.search("[0-9]$", text)]
+    assert all(re.fullmatch("(ab|cd){2,9} [0-9]{1,4}", text) for text in ended)
+
+
+def run(llm: LLMEngine, outputs: dict[str, list[int]]) -> None:
+    """Makes a step, and notes the tokens of each request."""
+    for output in llm.step():
+        assert isinstance(output, RequestOutput)
+        outputs[output.request_id] = list(output.outputs[0].token_ids)
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_request_that_is_aborted_while_steps_of_it_are_on_their_way(
+    num_steps: int, layout: str, tiny_checkpoint: MakeCheckpoint
+) -> None:
+    """The others get their tokens, and the same request its own when it comes again."""
+    path = tiny_checkpoint("llama")
+    with engine(path) as llm:
+        expected = texts(llm)
+    with engine(path, layout) as llm:
+        outputs: dict[str, list[int]] = {}
+        for i, prompt in enumerate(PROMPTS):
+            llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": prompt}, PARAMS)
+        for _ in range(num_steps):
+            run(llm.llm_engine, outputs)
+        llm.llm_engine.abort_request(["0"])
+        before = outputs.get("0")
+        while llm.llm_engine.has_unfinished_requests():
+            run(llm.llm_engine, outputs)
+        assert outputs.get("0") == before, "nothing comes after an abort"
+        assert [outputs["1"], outputs["2"]] == expected[1:]
+        assert texts(llm) == expected
