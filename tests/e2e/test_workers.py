@@ -59,6 +59,8 @@ def answers(adapters: list[LoRARequest | None], **flags: Any) -> dict[str, Any]:
         llm.wake_up()
         found["after reading the weights again"] = run(KINDS["penalties"])
         found["adapters of prompts"] = run(KINDS["prompt"], adapters[::-1])
+        waited = llm.llm_engine.engine_core.engine_core.executor.take_barrier_wait()  # type: ignore[attr-defined]
+        assert (waited > 0) == (flags.get("tensor_parallel_size", 1) > 1)
         return found
     finally:
         llm.llm_engine.shutdown()

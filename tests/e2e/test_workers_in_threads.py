@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 from safetensors.torch import load_file
 
 from quire import LLM, LLMEngine, SamplingParams, StructuredOutputsParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError, ServerError
 from quire.outputs import RequestOutput
+from quire.testing.failpoints import injected
 from quire.testing.oracle_drafter import OracleDrafter
 from tests.checkpoints import MakeCheckpoint
 from tests.worker_threads import THREADS, contexts_of_their_own
@@ -199,4 +201,40 @@ def test_a_request_that_is_aborted_while_steps_of_it_are_on_their_way(
             run(llm.llm_engine, outputs)
         assert outputs.get("0") == before, "nothing comes after an abort"
         assert [outputs["1"], outputs["2"]] == expected[1:]
+        assert texts(llm) == expected
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_cannot_load_ends_the_start(tiny_checkpoint: MakeCheckpoint) -> None:
+    loads = count()
+
+    def fail_second(*_: str) -> None:
+        if next(loads):
+            raise ModelLoadError("the second worker cannot read its part")
+
+    with (
+        injected("worker.load", fail_second),
+        pytest.raises(ModelLoadError, match="the second worker cannot read its part"),
+        engine(tiny_checkpoint("llama"), "shared layers"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("layout", "place"), [("shared layers", "worker.barrier"), ("stages", "worker.stage")])
+def test_a_worker_that_fails_in_a_step_lets_no_other_wait(
+    layout: str, place: str, tiny_checkpoint: MakeCheckpoint
+) -> None:
+    """The step ends with an error in all of them; what ends the engine and starts it again is in tests/process."""
+    with engine(tiny_checkpoint("llama"), layout) as llm:
+        expected = texts(llm)
+
+        def fail(_: str, key: str) -> None:
+            if key in ("", "1"):  # a stage has no number: the first one gets nothing
+                raise ServerError("a fault between two workers")
+
+        with injected(place, fail), pytest.raises(ServerError, match=r"a fault between|another worker of the step"):
+            llm.generate([{"prompt_token_ids": list(range(5, 100))}], PARAMS, use_tqdm=False)
+    with engine(tiny_checkpoint("llama"), layout) as llm:
         assert texts(llm) == expected

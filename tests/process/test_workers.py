@@ -75,6 +75,7 @@ async def killed_worker(sizes: dict[str, int], victim: int, expected: list[list[
         assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected
         after = llm.engine_core.core_pid  # type: ignore[attr-defined]
         assert after != core, "the core was started again"
+        assert llm.engine_core.counts["worker_deaths.killed"] == 1  # type: ignore[attr-defined]
         others = workers_of(after)
         assert len(others) == 2
     finally:

@@ -29,11 +29,12 @@ from quire.errors import ServerError, ValidationError, make_error
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.ring import RingWriter, make_ring_file
 from quire.wire.serial import MsgpackEncoder
-from quire.wire.shared_memory import make_workers_file, set_abort_word
+from quire.wire.shared_memory import make_workers_file, read_barrier_wait, set_abort_word
 from quire.wire.topology import Topology
 from quire.wire.worker_calls import WORKER_VERBS, WorkerCall, WorkerReply, decode_reply, decode_result, encode_call
 
@@ -61,6 +62,8 @@ class MultiprocExecutor(Executor):
         self._lost: tuple[WorkerReply, int] | None = None
         """The answer that has ended all steps, and the rank of its worker."""
         self._shared_file = make_workers_file(self._topology.pp)
+        self._waited = 0.0
+        """Seconds in barriers that were reported."""
         calls = make_ring_file(self._topology.world_size)
         self._late = LateAnswers(self._topology.world_size)
         self._workers: list[WorkerProcess] = []
@@ -186,8 +189,8 @@ class MultiprocExecutor(Executor):
         """Waits for the end of any worker, and for late answers. The body of the monitor's thread."""
         fds = [worker.pidfd for worker in self._workers if worker.pidfd is not None]
         while not self._is_ending:
-            ready = select.select([self._late, *fds], [], [], 1.0 if fds else 0.1)[0]
-            if self._late in ready:
+            ready = select.select([self._late.fileno(), *fds], [], [], 1.0 if fds else 0.1)[0]
+            if self._late.fileno() in ready:
                 self._late.take()
             has_ended = any(fd in ready for fd in fds)
             if not fds:  # a system without process descriptors
@@ -302,6 +305,17 @@ class MultiprocExecutor(Executor):
         except ServerError as e:
             self._late.fail_all(e)
         return futures[0]
+
+    # -- observations -------------------------------------------------------------------------------------------------
+
+    def take_barrier_wait(self) -> float:
+        size = self._topology
+        before, self._waited = self._waited, read_barrier_wait(self._shared_file, size.pp, size.tp)
+        return self._waited - before
+
+    @property
+    def worker_end(self) -> WorkerEnd:
+        return next(filter(None, (worker.end_kind for worker in self._workers)), WorkerEnd.NONE)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

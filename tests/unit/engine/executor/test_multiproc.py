@@ -20,6 +20,7 @@ from quire.engine.executor.worker_process import bind_cpus
 from quire.errors import AdapterError, ConfigError, ModelLoadError, ServerError, ValidationError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from tests.workers_apart import add_rank
@@ -63,6 +64,7 @@ def test_calls_go_to_all_and_steps_are_answered_by_one(shared: MultiprocExecutor
     assert shared.execute_model(step()) == ModelRunnerOutput(["r"], [[0]])
     assert shared.get_supported_tasks() == ("generate",)
     assert shared.take_draft_token_ids() is None
+    assert (shared.worker_end, shared.take_barrier_wait()) == (WorkerEnd.NONE, 0.0)
     shared.check_health()
 
 
@@ -196,6 +198,7 @@ def test_a_worker_that_dies_in_a_step_ends_it(rank: int) -> None:
     assert failed.wait(5)
     with pytest.raises(ServerError, match=f"worker {rank} was killed by SIGKILL"):
         executor.check_health()
+    assert executor.worker_end is WorkerEnd.KILLED
     pids = pids_of(executor)
     executor.shutdown()
     assert all(map(is_gone, pids))
