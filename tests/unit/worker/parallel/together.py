@@ -152,6 +152,8 @@ def run_together(
     finally:
         for worker in workers:
             close_links(worker._links)
+        for shared in {worker._links.shared_file for worker in workers if worker._links is not None}:
+            os.close(shared)
     last = runs[(stages - 1) * size :]
     assert all(run.tokens == last[0].tokens for run in last), "all workers have the same texts"
     return torch.stack(last[0].logits), last[0].tokens, workers
@@ -174,4 +176,6 @@ def make_links(topology: Topology) -> list[WorkerLinks | None]:
         for rank in range(topology.world_size):
             ends = {option[2:]: tuple(map(os.dup, fds)) for option, fds in pipes.ends_of(rank).items()}
             links.append(join_stages(WorkerOptions(rank, 0, shared, 0, 0, 0, 0, **ends), topology))
+            for ring, *_ in ends.values():  # it is mapped
+                os.close(ring)
     return links
