@@ -223,8 +223,8 @@ class Experts {
         context_.parallel(rows_, rows_per_piece(), work);
     }
 
-    // The segments of the sorted rows: those of one expert for neighbouring tokens of one adapter. The matrices that an adapter changes of
-    // all experts stand one after another.
+    // The segments of this worker's sorted rows: those of one expert for neighbouring tokens of one adapter. The matrices that an adapter
+    // changes of all experts stand one after another.
     void divide_by_adapter(const qk_adapter_batch& batch) {
         for (int64_t i = 0; i < rows_; ++i) adapter_slots_[i] = -1;
         for (int64_t s = 0; s < batch.segments; ++s) {
@@ -232,13 +232,15 @@ class Experts {
             for (int64_t i = batch.starts[s] * a_.chosen; i < end * a_.chosen; ++i)
                 adapter_slots_[rows_of_choices_[i]] = batch.slots[s] < 0 ? -1 : batch.slots[s] * a_.num_experts + int32_t(a_.ids[i]);
         }
+        const int64_t rows = own_starts_[a_.own_experts];  // those of other workers' experts are before and after them
         int64_t segments = 0;
-        for (int64_t row = 0; row < rows_; ++row)
-            if (!segments || adapter_slots_[row] != adapter_slots_[segments - 1]) {
-                adapter_starts_[segments] = row;
-                adapter_slots_[segments++] = adapter_slots_[row];
-            }
-        adapter_starts_[segments] = rows_;
+        for (int64_t row = 0; row < rows; ++row) {
+            const int32_t slot = adapter_slots_[first_row_ + row];
+            if (segments && slot == adapter_slots_[segments - 1]) continue;
+            adapter_starts_[segments] = row;
+            adapter_slots_[segments++] = slot;
+        }
+        adapter_starts_[segments] = rows;
         adapters_ = {segments, adapter_starts_, adapter_slots_};
     }
 

@@ -454,7 +454,7 @@ void gather_low_rank_with(qk_context& context, const qk_gather_args& a) {
         for (int64_t row = begin, s = 0; row < end; ++row) {
             while (s < batch.segments && batch.starts[s + 1] <= row) ++s;
             const qk_low_rank* w = s < batch.segments && batch.slots[s] >= 0 ? a.adapters->by_slot[batch.slots[s]] : nullptr;
-            if (!w) continue;
+            if (!w || (a.count && (a.ids[row] < a.first || a.ids[row] >= a.first + a.count))) continue;  // the row is another worker's
             const int64_t per_line = shape.inputs_per_row(), line = a.ids[row] / per_line, within = a.ids[row] % per_line;
             E* h = (E*)context.thread_scratch(thread, size_t(w->num_h) * sizeof(E));
             for (int64_t block = 0; block < w->num_h / qk::BLOCK; ++block) {

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
-from quire.errors import ModelLoadError
+from quire.errors import AdapterError, ModelLoadError
+from quire.lora_request import LoRARequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.ring import WorkerLinks
+
+T = TypeVar("T")
 
 
 class BarrierError(Exception):
@@ -23,6 +29,7 @@ class ApartWorker:
 
     def __init__(self, config: EngineConfig, rank: int, links: WorkerLinks) -> None:
         self.rank, self._file = rank, links.shared_file
+        self.loaded: list[AdapterKey] = []
 
     def init_device(self) -> None:
         """Does nothing."""
@@ -68,6 +75,31 @@ class ApartWorker:
         """Returns one task."""
         return ("generate",)
 
+    def measure_adapter(self, request: LoRARequest) -> Future[int]:
+        """Returns bytes by rank."""
+        return _in_a_thread(lambda: 10 + self.rank)
+
+    def load_adapter(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        """Loads an adapter, whose name may say on which rank this fails, or reads other files."""
+        self.loaded.append(load.key)
+        name = load.lora_request.lora_name
+
+        def run() -> AdapterInfo:
+            if name == f"fail {self.rank}":
+                raise AdapterError(f"rank {self.rank} cannot read it")
+            digest = "other" if name == f"other {self.rank}" else "same"
+            return AdapterInfo(*load.key, digest, 100 + self.rank, 4)
+
+        return _in_a_thread(run)
+
+    def drop_adapter(self, key: AdapterKey) -> None:
+        """Drops one."""
+        self.loaded.remove(key)
+
+    def get_loaded(self) -> list[AdapterKey]:
+        """Adapters that were loaded and not dropped."""
+        return self.loaded
+
     def get_pid(self) -> int:
         """Process id."""
         return os.getpid()
@@ -84,6 +116,14 @@ class ApartWorker:
     def hang(self) -> None:
         """Never answers."""
         threading.Event().wait()
+
+
+def _in_a_thread(run: Callable[[], T]) -> Future[T]:
+    """Returns the result of a call that a thread makes."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(run)
+    threads.shutdown(wait=False)
+    return future
 
 
 def add_rank(worker: ApartWorker, number: int) -> int:

@@ -39,14 +39,16 @@ def draw_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def answers(engine: LLMEngine) -> tuple[dict[tuple[int, ...], tuple[list[int], SamplingParams]], int]:
+def answers(
+    engine: LLMEngine, num_sessions: int = NUM_SESSIONS
+) -> tuple[dict[tuple[int, ...], tuple[list[int], SamplingParams]], int]:
     """Returns (the answers and the parameters of each, by the prompts that the engine has answered; the number of
     preemptions)."""
     rng, found = random.Random(7), {}
     asked: dict[str, list[SamplingParams]] = {}
     ends: list[RequestOutput] = []
     for turn in range(NUM_INPUTS):
-        for i in range(NUM_SESSIONS):
+        for i in range(num_sessions):
             prompt = [rng.randrange(3, 200) for _ in range(rng.choice([1, 5, 40, 150]))]
             params = draw_params(rng)
             asked.setdefault(f"s{i}", []).append(params)
@@ -57,7 +59,7 @@ def answers(engine: LLMEngine) -> tuple[dict[tuple[int, ...], tuple[list[int], S
     for end in ends:
         params = asked[end.request_id].pop(0)
         found[tuple(end.prompt_token_ids or ())] = list(end.outputs[0].token_ids), params
-    assert len(found) == NUM_SESSIONS * NUM_INPUTS
+    assert len(found) == num_sessions * NUM_INPUTS
     return found, sum(end.metrics.num_preemptions for end in ends if end.metrics is not None)
 
 

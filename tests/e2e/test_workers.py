@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ConfigError
 from quire.structured_outputs import StructuredOutputsParams
+from tests.adapters import write_demo_adapter
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 PROMPTS = ["Hello, what is a KV cache?", "Tell me about tensor parallelism. " * 12, "a b c a b c a b c a b"]
@@ -24,39 +25,55 @@ KINDS: dict[str, SamplingParams] = {
 }
 
 
-def answers(**flags: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+    """The base model, and two adapters: one for each prompt."""
+    paths = [write_demo_adapter(tmp_path_factory.mktemp("adapter"), seed, rank) for seed, rank in ((1, 4), (2, 20))]
+    return [None, *(LoRARequest(f"adapter {i}", i, str(path)) for i, path in enumerate(paths, start=1))]
+
+
+def answers(adapters: list[LoRARequest | None], **flags: Any) -> dict[str, Any]:
     flags = {
         "max_model_len": 512,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 64,
         "num_gpu_blocks_override": 99,
+        "enable_lora": True,
         **flags,
     }
     llm = LLM("demo", **flags)
 
-    def run(params: SamplingParams) -> list[Any]:
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    def run(params: SamplingParams, lora: list[LoRARequest | None] | None = None) -> list[Any]:
+        outputs = llm.generate(PROMPTS, params, lora_request=lora, use_tqdm=False)
         found = [[(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs] for output in outputs]
         return [found, [output.prompt_logprobs for output in outputs]]
 
     try:
         found: dict[str, Any] = {kind: run(params) for kind, params in KINDS.items()}
         found["cached"] = run(KINDS["seeded"])
+        found["adapters"] = run(KINDS["seeded"], adapters)
         llm.sleep(1)
         llm.wake_up()
         found["after a sleep"] = run(KINDS["seeded"])
         llm.sleep(2)
         llm.wake_up()
         found["after reading the weights again"] = run(KINDS["penalties"])
+        found["adapters of prompts"] = run(KINDS["prompt"], adapters[::-1])
+        waited = llm.llm_engine.engine_core.engine_core.executor.take_barrier_wait()  # type: ignore[attr-defined]
+        assert (waited > 0) == (flags.get("tensor_parallel_size", 1) > 1)
         return found
     finally:
         llm.llm_engine.shutdown()
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def alone(adapters: list[LoRARequest | None]) -> dict[str, Any]:
     """The answers of one worker."""
-    return answers()
+    found = answers(adapters)
+    (same, *_), (first, second, third) = found["seeded"][0], found["adapters"][0]
+    assert first == same
+    assert [second, third] != found["seeded"][0][1:]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -70,14 +87,15 @@ def alone() -> dict[str, Any]:
         pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_several_workers_answer_as_one(flags: dict[str, Any], alone: dict[str, Any]) -> None:
-    assert answers(**flags) == alone
+def test_several_workers_answer_as_one(
+    flags: dict[str, Any], alone: dict[str, Any], adapters: list[LoRARequest | None]
+) -> None:
+    assert answers(adapters, **flags) == alone
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"enable_lora": True}, "--enable-lora: adapters cannot be divided among workers yet"),
         ({"device": "cuda"}, "--device cuda: only CPUs compute with several workers yet"),
     ],
 )

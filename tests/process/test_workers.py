@@ -1,5 +1,5 @@
 """An engine of two workers, which share layers or have half of them each: killed under load it loses no token, and it
-leaves no process behind."""
+leaves no process behind. A request with an adapter goes on with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from quire import EngineArgs, RequestOutputKind, SamplingParams
+from quire import EngineArgs, LoRARequest, RequestOutputKind, SamplingParams
 from quire.frontend.async_llm import AsyncLLM
+from tests.adapters import write_demo_adapter
 
 PROMPTS = ["Hello, what is a KV cache?", "Tell me about tensor parallelism.", "What can you do?"]
 PARAMS = SamplingParams(temperature=0.9, seed=11, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -28,9 +29,12 @@ def workers_of(pid: int) -> list[int]:
     return [child for child in found if b"quire.worker.proc" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-async def tokens_of(llm: AsyncLLM, number: int, started: asyncio.Event | None = None) -> list[int]:
-    tokens = list[int]()
-    async for output in llm.generate(PROMPTS[number], PARAMS, f"r{number}"):
+async def tokens_of(
+    llm: AsyncLLM, number: int, adapter: LoRARequest, started: asyncio.Event | None = None
+) -> list[int]:
+    """Returns the tokens of a prompt; the second one has the adapter."""
+    tokens, lora = list[int](), adapter if number == 1 else None
+    async for output in llm.generate(PROMPTS[number], PARAMS, f"r{number}", lora_request=lora):
         tokens += output.outputs[0].token_ids
         if started is not None and len(tokens) > 5:
             started.set()
@@ -39,24 +43,29 @@ async def tokens_of(llm: AsyncLLM, number: int, started: asyncio.Event | None = 
 
 def make(**sizes: int) -> AsyncLLM:
     return AsyncLLM.from_engine_args(
-        EngineArgs("demo", max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=64, **sizes)
+        EngineArgs("demo", max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=64, enable_lora=True, **sizes)
     )
 
 
-async def all_tokens() -> list[list[int]]:
+async def all_tokens(adapter: LoRARequest) -> list[list[int]]:
     llm = make()
     try:
-        return await asyncio.gather(*(tokens_of(llm, i) for i in range(len(PROMPTS))))
+        return await asyncio.gather(*(tokens_of(llm, i, adapter) for i in range(len(PROMPTS))))
     finally:
         llm.shutdown()
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    return LoRARequest("an adapter", 1, str(write_demo_adapter(tmp_path_factory.mktemp("adapter"), seed=1)))
+
+
+@pytest.fixture(scope="module")
+def expected(adapter: LoRARequest) -> list[list[int]]:
     """The tokens of one worker, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
-        return asyncio.run(all_tokens())
+        return asyncio.run(all_tokens(adapter))
 
 
 @pytest.mark.parametrize(
@@ -66,23 +75,26 @@ def expected() -> list[list[int]]:
         pytest.param("pipeline_parallel_size", 0, marks=pytest.mark.slow),  # ends and begins as those that share layers
     ],
 )
-def test_a_killed_worker_costs_no_token(size: str, victim: int, expected: list[list[int]]) -> None:
-    asyncio.run(killed_worker({size: 2}, victim, expected))
+def test_a_killed_worker_costs_no_token(
+    size: str, victim: int, expected: list[list[int]], adapter: LoRARequest
+) -> None:
+    asyncio.run(killed_worker({size: 2}, victim, expected, adapter))
 
 
-async def killed_worker(sizes: dict[str, int], victim: int, expected: list[list[int]]) -> None:
+async def killed_worker(sizes: dict[str, int], victim: int, expected: list[list[int]], adapter: LoRARequest) -> None:
     llm = make(**sizes)
     try:
         core = llm.engine_core.core_pid  # type: ignore[attr-defined]
         workers = workers_of(core)
         assert len(workers) == 2
         started = asyncio.Event()
-        streams = [asyncio.create_task(tokens_of(llm, i, started)) for i in range(len(PROMPTS))]
+        streams = [asyncio.create_task(tokens_of(llm, i, adapter, started)) for i in range(len(PROMPTS))]
         await asyncio.wait_for(started.wait(), 60)
         os.kill(workers[victim], signal.SIGKILL)
         assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected
         after = llm.engine_core.core_pid  # type: ignore[attr-defined]
         assert after != core, "the core was started again"
+        assert llm.engine_core.counts["worker_deaths.killed"] == 1  # type: ignore[attr-defined]
         others = workers_of(after)
         assert len(others) == 2
     finally:

@@ -34,7 +34,7 @@ PLACES = {
     "core.shutdown": ("proc.py", "_handle_shutdown"),
     "lora.read": ("loader.py", "run"),
     "lora.pack": ("loader.py", "_pack_all"),
-    "lora.install": ("table.py", "_apply_changes"),
+    "lora.install": ("table.py", "_install"),
     "lora.remove": ("table.py", "_remove"),
     "kernels.trial": ("trial.py", "main"),
     "kv.read": ("extent.py", "read_into"),

@@ -105,7 +105,7 @@ from quire.wire.stats import (
 )
 from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
-from quire.wire.worker_calls import WorkerCall, WorkerReply
+from quire.wire.worker_calls import LateAnswer, WorkerCall, WorkerReply
 
 CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40, 5.0)
 CORE_END = CoreEnd(2, "crash", "was killed by SIGSEGV", ["0_request"], True, True)
@@ -197,6 +197,7 @@ SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
     TRANSFER_STATS,
     6,
+    0.75,
 )
 STORED = BlockStored(
     [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
@@ -376,6 +377,7 @@ FULL: dict[str, Any] = {
     ),
     "Topology": Topology(2, 3, 4, 5, expert_parallel=True),
     "Group": Group(GroupKind.TENSOR, (4, 5), 1),
+    "LateAnswer": LateAnswer(1, [b"reply", b"result"]),
     "WorkerCall": WorkerCall(7, "execute_model"),
     "WorkerReply": WorkerReply(7, "ModelLoadError", "it does not fit", is_fatal=True, is_echo=True),
     "CurveKeys": CURVE_KEYS,

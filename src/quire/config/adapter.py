@@ -312,11 +312,11 @@ class Factors:
 
     @property
     def packed_size(self) -> int:
-        """An upper estimate of the numbers in its packed weights."""
-        experts = None if self.target is None else self.target.experts
+        """An upper estimate of the numbers in its packed weights, of this worker's part of the matrix."""
+        experts, part = (None, 1.0) if self.target is None else (self.target.experts, self.target.own_part)
         sizes = (self.a.shape[1], self.b.shape[0]) if not self.is_flipped else (self.b.shape[0], self.a.shape[1])
-        count = 1 if experts is None else experts.count
-        return count * (_whole(self.rank) * sizes[0] + _whole(sizes[1]) * (self.rank + 1) + self.rank)
+        count = 0 if not part else 1 if experts is None else experts.count
+        return count * (_whole(self.rank) * sizes[0] + _whole(math.ceil(sizes[1] * part)) * (self.rank + 1) + self.rank)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class AdapterTarget:
     kind: Kind = "linear"
     experts: AllExperts | None = None
     """With the kind "experts": the matrices of all."""
+    own_part: float = 1.0
+    """Part of its outputs that this worker computes; 0: other workers have the matrix."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class AllExperts:
     """PEFT takes the inputs of the matrices for outputs, because the model's code has them transposed."""
     gates_alternate: bool = False
     """Rows of gates and of what they gate take turns in the first matrices."""
+    own_part: float = 1.0
+    """Part of the matrices that this worker has; 0: other workers have the layer."""
 
     def find(self, shape: tuple[int, int]) -> AdapterTarget | None:
         """Returns the matrix with these inputs and outputs in PEFT's view."""
-        gate_up = AdapterTarget(self.gate_up_site, 0, self.hidden, 2 * self.size, "experts", self)
-        down = AdapterTarget(self.down_site, 0, self.size, self.hidden, "experts", self)
+        gate_up = AdapterTarget(self.gate_up_site, 0, self.hidden, 2 * self.size, "experts", self, self.own_part)
+        down = AdapterTarget(self.down_site, 0, self.size, self.hidden, "experts", self, self.own_part)
         for flipped in (self.are_flipped, not self.are_flipped):
             for target in (gate_up, down):
                 sizes = target.in_features, target.out_features

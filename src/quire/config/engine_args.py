@@ -16,7 +16,7 @@ from quire.config.kv_transfer import STORE
 from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import TRANSFORMERS, ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
-from quire.config.speculative import SpeculativeConfig, resolve_drafting
+from quire.config.speculative import HEADS, SpeculativeConfig, resolve_drafting
 from quire.config.speculators import find_verifier
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError, UnknownArgumentError, nearest
@@ -284,11 +284,12 @@ def _check_parallel(config: EngineConfig) -> None:
     if size == 1:
         return
     why = {
-        "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among workers yet",
         f"--spec-method {drafting and drafting.method}": drafting is not None
-        and (drafting.model is not None or drafting.drafter_cls is not None)
-        and "a model or a class that drafts cannot be divided among workers yet; ngram and suffix can be used",
-        f"--runner {model.runner}": model.pooling is not None and "models that pool cannot be divided yet",
+        and (drafting.method in HEADS or drafting.drafter_cls is not None)
+        and "heads, which read the target's states, and classes of yours do not draft for several workers yet; "
+        "draft_model, ngram and suffix do",
+        f"an encoder ({model.hf_config.architecture})": model.hf_config.is_encoder
+        and "texts that are seen whole cannot be divided yet; only decoders can be",
         f"the code of transformers, which {model.hf_config.architecture} needs": model.implementation.name
         == TRANSFORMERS
         and "its modules cannot be divided among workers",

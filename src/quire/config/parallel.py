@@ -394,7 +394,12 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "executor {c.executor_backend}",
         "use mp, the default",
     ),
-    (lambda c: c.nnodes > 1, "--nnodes {c.nnodes}", "the workers of an engine are on one machine"),
+    (
+        lambda c: c.nnodes > 1,
+        "--nnodes {c.nnodes}",
+        "the workers of an engine are on one machine; start an engine on each (--data-parallel-size, and --headless on "
+        "all but the first), or make the model smaller (--quantization int4)",
+    ),
     (
         lambda c: c.data_parallel_multi_port_external_lb,
         "--data-parallel-multi-port-external-lb",

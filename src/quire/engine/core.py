@@ -292,6 +292,9 @@ class EngineCore:
         failpoint("core.step.update")
         self._process_aborts_queue()  # what was aborted while the model ran must not be sent
         outputs = self.scheduler.update_from_output(output, model_output)
+        for batch in outputs.values():
+            if batch.scheduler_stats is not None:
+                batch.scheduler_stats.barrier_wait_seconds = self.executor.take_barrier_wait()
         if self._log_iterations:
             logger.info(describe_iteration(self._num_iterations, output, time.perf_counter() - start))
             self._num_iterations += 1

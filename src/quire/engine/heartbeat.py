@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from quire.timeline import listen
-from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S, HeartbeatPage, Phase
+from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S, HeartbeatPage, Phase, WorkerEnd
 
 UNKNOWN_TOKEN_S = 0.25
 """Seconds per token before any step was measured: a large model on a slow machine."""
@@ -62,6 +62,7 @@ class HeartbeatWriter:
         """Begins start-up (loading, allocating, warming up): each stamp of the timeline begins another stage on the
         page."""
         if self._page is not None:
+            self._page.note_worker_end(WorkerEnd.NONE)
             self._stop_listening = listen(self._page.begin_stage)
 
     def started(self) -> None:
@@ -97,6 +98,11 @@ class HeartbeatWriter:
         """Marks the end of the preparation, on the input thread."""
         if self._page is not None:
             self._page.end_intake()
+
+    def note_worker_end(self, end: WorkerEnd) -> None:
+        """Writes how a worker has ended, before the engine ends for it."""
+        if self._page is not None:
+            self._page.note_worker_end(end)
 
     def schedule(self) -> None:
         """Marks the beginning of a step."""

@@ -500,6 +500,7 @@ def _serve(core: EngineCoreProc) -> int:
     except Exception:
         watch_the_end()
         logger.exception("the engine core has failed")
+        core.heartbeat.note_worker_end(core.executor.worker_end)
         core.send_engine_dead()
         return 1
     finally:

@@ -26,7 +26,9 @@ _INTAKE_START = PAGE_BYTES - 1024
 """Length and id of the request that is being prepared, written by another thread than the rest."""
 _EVENTS_START = PAGE_BYTES - _SEQUENCE.size
 """Sequence number of the next batch of KV cache events: one aligned word, written by a third thread."""
-_IDS_ROOM, _INTAKE_ROOM = _INTAKE_START - _IDS_START, _EVENTS_START - _INTAKE_START - _INTAKE.size
+_WORKER_START = _EVENTS_START - 1
+"""The end of a worker: a byte, written once, when the core is about to end for it."""
+_IDS_ROOM, _INTAKE_ROOM = _INTAKE_START - _IDS_START, _WORKER_START - _INTAKE_START - _INTAKE.size
 IDLE_STAMP_INTERVAL_S = 0.5
 """Seconds between two writes of an idle core."""
 
@@ -54,6 +56,19 @@ class Phase(IntEnum):
 _PHASES = frozenset(Phase)
 
 
+class WorkerEnd(IntEnum):
+    """End of a worker process, for which its core has ended."""
+
+    NONE = 0
+    """No worker has ended."""
+    KILLED = 1
+    """Ended by a signal."""
+    EXITED = 2
+
+
+_ENDS = frozenset(WorkerEnd)
+
+
 class Heartbeat(NamedTuple):
     """One reading of the page."""
 
@@ -69,6 +84,7 @@ class Heartbeat(NamedTuple):
     """Requests in the present step; empty outside a step, or if the core died while it wrote them."""
     intake_id: str = ""
     """The request that is being prepared; empty for none."""
+    worker_end: WorkerEnd = WorkerEnd.NONE
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -141,6 +157,10 @@ class HeartbeatPage:
         """Clears the request that was being prepared."""
         self._memory[_INTAKE_START : _INTAKE_START + _INTAKE.size] = _INTAKE.pack(0)
 
+    def note_worker_end(self, end: WorkerEnd) -> None:
+        """Writes how a worker has ended."""
+        self._memory[_WORKER_START] = end
+
     def _write(self, phase: Phase, expected_s: float, ids: bytes | None) -> None:
         memory = self._memory
         memory[: _SEQUENCE.size] = _SEQUENCE.pack(self._sequence + 1)
@@ -169,7 +189,11 @@ class HeartbeatPage:
                 break
         names = tuple(ids.decode(errors="replace").split("\n")) if ids and is_whole else ()
         known = Phase(phase) if phase in _PHASES else Phase.STARTING
-        return Heartbeat(incarnation, known, step, start / 1e9, expected / 1e9, names, self._read_intake())
+        end = self._memory[_WORKER_START]
+        return Heartbeat(
+            *(incarnation, known, step, start / 1e9, expected / 1e9, names, self._read_intake()),
+            WorkerEnd(end) if end in _ENDS else WorkerEnd.NONE,
+        )
 
     def _read_intake(self) -> str:
         (num_bytes,) = _INTAKE.unpack_from(self._memory, _INTAKE_START)

@@ -23,7 +23,8 @@ def make_shared_file(num_bytes: int) -> int:
 
 WORKERS_FILE_BYTES = 1 << 40
 """Bytes that each stage of an engine has in the file that its workers share: address space, not memory. They begin with
-the abort word."""
+the words of the barrier: a line with the abort word, then one for each worker of the stage (`qk_barrier_args`)."""
+BARRIER_LINE_BYTES = 64
 
 
 def make_workers_file(num_stages: int = 1) -> int:
@@ -40,6 +41,15 @@ def set_abort_word(fd: int) -> None:
 def is_aborted(fd: int) -> bool:
     """Returns whether the abort word is set."""
     return os.pread(fd, 4, 0) != bytes(4)
+
+
+def read_barrier_wait(fd: int, num_stages: int, group_size: int) -> float:
+    """Returns the seconds that workers of `num_stages` times `group_size` have waited in barriers, all together."""
+    total, size = 0, (1 + group_size) * BARRIER_LINE_BYTES
+    for stage in range(num_stages):
+        words = memoryview(os.pread(fd, size, stage * WORKERS_FILE_BYTES)).cast("q")
+        total += sum(words[BARRIER_LINE_BYTES // 8 + 2 :: BARRIER_LINE_BYTES // 8])
+    return total / 1e9
 
 
 GROUP_PAGE_BYTES = 1 << 12

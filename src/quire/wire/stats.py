@@ -220,6 +220,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """None where nothing is stored outside the engine."""
     num_dummy_batches: int = 0
     """Steps without requests since the last report, which other engines waited for."""
+    barrier_wait_seconds: float = 0.0
+    """Time since the last report that workers have waited for one another, all together."""
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder
 
 
@@ -23,6 +25,10 @@ class Verb(NamedTuple):
     result: Any = None
     is_step: bool = False
     """All workers compute it together: the error of one is an error of all. The output rank alone answers."""
+    is_late: bool = False
+    """Workers begin it at once, and answer by a `LateAnswer` when it is done, beside the steps."""
+    is_silent: bool = False
+    """Workers do not answer."""
 
 
 WORKER_VERBS: Mapping[str, Verb] = {
@@ -45,6 +51,9 @@ WORKER_VERBS: Mapping[str, Verb] = {
     "check_weights": Verb((str,)),
     "load_weights": Verb((str | None,)),
     "reload_weights": Verb(),
+    "measure_adapter": Verb((LoRARequest,), int, is_late=True),
+    "load_adapter": Verb((AdapterLoad,), AdapterInfo, is_late=True),
+    "drop_adapter": Verb((AdapterKey,), None, is_silent=True),
     "profile": Verb((bool, str | None, int | None, int | None)),
     "get_supported_tasks": Verb((), tuple[str, ...]),
     "get_numerics_id": Verb((), str),
@@ -76,7 +85,15 @@ class WorkerReply(msgspec.Struct, array_like=True, gc=False):
     """True: the error is that another worker has failed."""
 
 
+class LateAnswer(msgspec.Struct, array_like=True, gc=False):
+    """A datagram: the frames of a worker's answer."""
+
+    rank: int
+    frames: list[bytes]
+
+
 _calls, _replies = msgspec.msgpack.Decoder(WorkerCall), msgspec.msgpack.Decoder(WorkerReply)
+_late = msgspec.msgpack.Decoder(LateAnswer)
 _decoders: dict[tuple[str, bool], MsgpackDecoder[Any]] = {}
 
 
@@ -97,6 +114,16 @@ def decode_call(frames: Sequence[Frame]) -> tuple[WorkerCall, tuple[Any, ...]]:
 def encode_reply(reply: WorkerReply, result: Any, encoder: MsgpackEncoder) -> list[Frame]:
     """Returns the frames of an answer."""
     return [msgspec.msgpack.encode(reply), *encoder.encode(result)]
+
+
+def encode_late_answer(rank: int, reply: WorkerReply, result: Any) -> bytes:
+    """Returns the datagram of an answer."""
+    return msgspec.msgpack.encode(LateAnswer(rank, [bytes(f) for f in encode_reply(reply, result, MsgpackEncoder())]))
+
+
+def decode_late_answer(data: bytes) -> LateAnswer:
+    """Returns an answer whose frames `decode_reply` and `decode_result` take."""
+    return _late.decode(data)
 
 
 def decode_reply(frames: Sequence[Frame]) -> WorkerReply:

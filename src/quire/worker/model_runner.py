@@ -172,7 +172,7 @@ class ModelRunner:
             inputs.embeds,
         )
         if self.pooler is not None:
-            output = self.pooler.pool(req_ids, inputs, hidden)
+            output = self._pool(self.pooler, req_ids, inputs, hidden)
             self._is_in_step = False
             return output
         logits = self._compute_logits(inputs, hidden)
@@ -252,6 +252,9 @@ class ModelRunner:
 
     def _call(self, run: Forward, input_ids: Tensor, positions: Tensor) -> States:
         return run(input_ids, positions)
+
+    def _pool(self, pooler: Pooler, req_ids: list[str], inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:
+        return pooler.pool(req_ids, inputs, hidden)
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
         indices = inputs.logits_indices

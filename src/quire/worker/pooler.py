@@ -24,6 +24,7 @@ from quire.config.pooling import Activation, DenseConfig, PoolingConfig
 from quire.errors import ModelLoadError
 from quire.pooling_params import PoolingParams
 from quire.wire.execution import ModelRunnerOutput, NewRequestData
+from quire.worker.attention.backend import States
 from quire.worker.input_batch import NO_ADAPTER, StepInputs
 from quire.worker.kernels.base import Kernels, LinearKernel
 from quire.worker.kernels.specs import LOGITS, LinearSpec
@@ -220,6 +221,9 @@ class RewardHead(nn.ModuleDict):
         return scores
 
 
+CLASSIFIER = "score"
+
+
 class PooledDecoder(nn.Module):
     """The `model` of a decoder (an nn.Module) built to generate, and `score`, a classifier of its hidden states."""
 
@@ -246,14 +250,15 @@ class PooledDecoder(nn.Module):
 
     def checkpoint_name(self, name: str) -> str | None:
         is_other = (name.startswith("lm_head.") and not self.label_token_ids) or (
-            self.score is None and name.startswith("score.")
+            self.score is None and name.startswith(f"{CLASSIFIER}.")
         )
         return None if is_other else self._rename(name)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]."""
-        hidden: Tensor = self._hidden_states(input_ids, positions)
-        return hidden
+    def forward(self, input_ids: Tensor, positions: Tensor, *received: Tensor) -> States:
+        """Hidden states of a flat batch. input_ids, positions: [num_tokens] to [num_tokens, hidden]; `received`: see
+        `Decoder`."""
+        states: States = self._hidden_states(input_ids, positions, *received)
+        return states
 
     def classify(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden]; returns float32 [n, num_labels]."""

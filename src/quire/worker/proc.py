@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
 from quire.config.engine import EngineConfig
@@ -28,7 +29,14 @@ from quire.wire.ring import RingReader, RingWriter, WorkerLinks, count_slots
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.shared_memory import set_abort_word
 from quire.wire.topology import Topology
-from quire.wire.worker_calls import WORKER_VERBS, WorkerCall, WorkerReply, decode_call, encode_reply
+from quire.wire.worker_calls import (
+    WORKER_VERBS,
+    WorkerCall,
+    WorkerReply,
+    decode_call,
+    encode_late_answer,
+    encode_reply,
+)
 from quire.worker.host import cpu_quota
 
 logger = init_logger("quire.worker.proc")  # as a process this module is __main__
@@ -47,6 +55,8 @@ class WorkerOptions(NamedTuple):
     calls: int
     answers: int
     waker: int
+    late: int
+    """The socket for answers that come beside the steps."""
     cpus: tuple[int, ...] = ()
     inlet: tuple[int, ...] = ()
     """The ring that brings hidden states from the stage before, and this worker's end of its sockets."""
@@ -57,7 +67,7 @@ class WorkerOptions(NamedTuple):
 def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
     """Parses the command line. Exits with a usage message if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m quire.worker.proc", description="A worker; started by Quire.")
-    for name in ("rank", "parent-pid", "shared-file", "calls", "answers", "waker"):
+    for name in ("rank", "parent-pid", "shared-file", "calls", "answers", "waker", "late"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("cpus", "inlet", "outlet"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(int(n) for n in text.split(",") if n), default=())
@@ -110,6 +120,7 @@ class WorkerProc:
         waker = socket.socket(fileno=options.waker)
         self._calls = RingReader(options.calls, waker, options.rank, topology.world_size)
         self._answers = RingWriter(options.answers, [waker])
+        self._late, self._rank = socket.socket(fileno=options.late), options.rank
         self._encoder = MsgpackEncoder()
         self._shared_file = options.shared_file
         self._answers_steps = options.rank == topology.output_rank
@@ -120,12 +131,15 @@ class WorkerProc:
         """Serves until the executor asks for the end, or is gone."""
         while (frames := self._calls.receive()) is not None:
             call, arguments = decode_call(frames)
-            self._serve(call, arguments)
+            if WORKER_VERBS[call.verb].is_late:
+                self._begin(call, arguments)
+            else:
+                self._serve(call, arguments)
             if call.verb == "shutdown":
                 return
 
     def _serve(self, call: WorkerCall, arguments: tuple[Any, ...]) -> None:
-        is_step = WORKER_VERBS[call.verb].is_step
+        is_step, is_silent = WORKER_VERBS[call.verb].is_step, WORKER_VERBS[call.verb].is_silent
         try:
             if is_step:
                 failpoint("worker.step", call.verb)
@@ -134,16 +148,28 @@ class WorkerProc:
             is_echo = type(e).__name__ == "BarrierError"
             if is_step and not is_echo:
                 set_abort_word(self._shared_file)  # the others wait for this one
-            if not isinstance(e, QuireError):
-                logger.exception("%s has failed", call.verb)
-            name = error_name(e)
-            message = str(e) if name else f"{type(e).__name__}: {e}"
-            reply, result = WorkerReply(call.call_id, name, message, is_step, is_echo), None
+            reply, result = _error_reply(call, e, is_fatal=is_step or is_silent, is_echo=is_echo), None
         else:
-            if is_step and not self._answers_steps:
+            if is_silent or (is_step and not self._answers_steps):
                 return
             reply = WorkerReply(call.call_id)
         self._answers.send(encode_reply(reply, result, self._encoder))
+
+    def _begin(self, call: WorkerCall, arguments: tuple[Any, ...]) -> None:
+        """Begins a call that is answered late, by the thread that has the result."""
+
+        def answer(future: Future[Any]) -> None:
+            error = future.exception()
+            reply = WorkerReply(call.call_id) if error is None else _error_reply(call, error)
+            result = future.result() if error is None else None
+            self._late.send(encode_late_answer(self._rank, reply, result))
+
+        future: Future[Any] = Future()
+        try:
+            future = self._run(call.verb, arguments)
+        except Exception as e:
+            future.set_exception(e)
+        future.add_done_callback(answer)
 
     def _run(self, verb: str, arguments: tuple[Any, ...]) -> Any:
         worker = self.worker
@@ -157,6 +183,17 @@ class WorkerProc:
             (configs,) = arguments
             return worker.initialize_from_config(configs[worker.rank])
         return getattr(worker, verb)(*arguments)
+
+
+def _error_reply(
+    call: WorkerCall, error: BaseException, *, is_fatal: bool = False, is_echo: bool = False
+) -> WorkerReply:
+    """Returns an answer with an error. Logs one that is ours."""
+    if not isinstance(error, QuireError):
+        logger.error("%s has failed", call.verb, exc_info=error)
+    name = error_name(error)
+    message = str(error) if name else f"{type(error).__name__}: {error}"
+    return WorkerReply(call.call_id, name, message, is_fatal, is_echo)
 
 
 def _watch_parent() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import UNKNOWN_TOKEN_S, HeartbeatWriter, StepTimes
-from quire.wire.heartbeat import Heartbeat, HeartbeatPage, Phase
+from quire.wire.heartbeat import Heartbeat, HeartbeatPage, Phase, WorkerEnd
 
 from .harness import ScriptedExecutor, make_config, make_core_request
 
@@ -82,6 +82,22 @@ def test_without_a_page_nothing_happens() -> None:
     ):
         say()
     heartbeat.execute(["a"], 1)
+    heartbeat.note_worker_end(WorkerEnd.KILLED)
+
+
+def test_the_end_of_a_worker_stays_on_the_page_until_the_next_start(page: HeartbeatPage) -> None:
+    heartbeat = HeartbeatWriter(page)
+    heartbeat.execute(["a"], 1)
+    page.begin_intake("b" * 5000)
+    assert page.get_heartbeat().worker_end is WorkerEnd.NONE
+    heartbeat.note_worker_end(WorkerEnd.KILLED)
+    heartbeat.update()
+    assert page.get_heartbeat().worker_end is WorkerEnd.KILLED
+    assert page.event_sequence == 0
+    assert set(page.get_heartbeat().intake_id) == {"b"}
+    heartbeat.starting()
+    heartbeat.started()
+    assert page.get_heartbeat().worker_end is WorkerEnd.NONE
 
 
 def test_the_first_steps_are_measured_against_one_of_nobody(page: HeartbeatPage) -> None:

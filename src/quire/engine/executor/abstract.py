@@ -11,6 +11,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
@@ -123,6 +124,15 @@ class Executor(ABC):
     def send_transfers(self, orders: KVConnectorMetadata) -> None:
         """Gives orders to the workers at once, where no step may come. No step is in flight."""
         raise NotImplementedError
+
+    def take_barrier_wait(self) -> float:
+        """Returns the seconds that workers have waited for one another since the last call, all together."""
+        return 0.0
+
+    @property
+    def worker_end(self) -> WorkerEnd:
+        """End of the first worker that has ended."""
+        return WorkerEnd.NONE
 
     @abstractmethod
     def check_health(self) -> None:

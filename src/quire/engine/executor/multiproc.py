@@ -4,10 +4,14 @@ Calls go down one ring, which all workers read; each worker answers by a ring of
 way: a worker runs them one after the other. Stages of a pipeline pass hidden states by rings of their own. The end of a
 worker is noticed by its process descriptor. Then the abort word makes the others leave their barriers, and the core
 ends, as it does after any error in a step; its supervisor starts it again, with new workers.
+
+Loads of adapters go down the same ring, from any thread, so that all workers begin and drop them between the same
+steps. They are answered beside the steps: late_answers.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -19,14 +23,18 @@ from typing import Any, NamedTuple, NoReturn, cast
 from quire.config.engine import EngineConfig
 from quire.config.server import encode_config
 from quire.engine.executor.abstract import Executor
-from quire.engine.executor.worker_process import StagePipes, WorkerProcess, bind_cpus, max_hidden_bytes
+from quire.engine.executor.late_answers import LateAnswers, join_infos
+from quire.engine.executor.worker_process import END_S, StagePipes, WorkerProcess, bind_cpus, max_hidden_bytes
 from quire.errors import ServerError, ValidationError, make_error
 from quire.logger import init_logger
+from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.ring import RingWriter, make_ring_file
 from quire.wire.serial import MsgpackEncoder
-from quire.wire.shared_memory import make_workers_file, set_abort_word
+from quire.wire.shared_memory import make_workers_file, read_barrier_wait, set_abort_word
 from quire.wire.topology import Topology
 from quire.wire.worker_calls import WORKER_VERBS, WorkerCall, WorkerReply, decode_reply, decode_result, encode_call
 
@@ -45,6 +53,8 @@ class MultiprocExecutor(Executor):
         self._topology = Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
         self._encoder = MsgpackEncoder()
         self._call_id = 0
+        self._sending = threading.Lock()
+        """Guards the encoder, the call id and the ring."""
         self._on_failure: Callable[[], None] = lambda: None
         self._is_ending = False
         self._pending = dict[int, _Call]()
@@ -52,16 +62,20 @@ class MultiprocExecutor(Executor):
         self._lost: tuple[WorkerReply, int] | None = None
         """The answer that has ended all steps, and the rank of its worker."""
         self._shared_file = make_workers_file(self._topology.pp)
+        self._waited = 0.0
+        """Seconds in barriers that were reported."""
         calls = make_ring_file(self._topology.world_size)
+        self._late = LateAnswers(self._topology.world_size)
         self._workers: list[WorkerProcess] = []
+        self._monitor = threading.Thread(target=self._watch, name="WorkerMonitor", daemon=True)
         try:
             data = encode_config(config)
             with StagePipes(self._topology, max_hidden_bytes(config)) as pipes:
                 for rank, cpus in enumerate(bind_cpus(parallel)):
                     fds = {"--shared-file": [self._shared_file], "--calls": [calls], **pipes.ends_of(rank)}
+                    fds["--late"] = [self._late.theirs.fileno()]
                     self._workers.append(WorkerProcess(rank, data, fds, cpus))
             self._calls = RingWriter(calls, [worker.waker for worker in self._workers])
-            self._monitor = threading.Thread(target=self._watch, name="WorkerMonitor", daemon=True)
             self._monitor.start()
             self._call_all("init_device")
         except BaseException:
@@ -77,11 +91,18 @@ class MultiprocExecutor(Executor):
 
     def _send(self, verb: str, *arguments: Any) -> _Call:
         """Sends a call, which all workers answer, or of a step the output rank. It must be waited for."""
-        self._call_id += 1
         ranks = [self._topology.output_rank] if WORKER_VERBS[verb].is_step else range(len(self._workers))
-        self._calls.send(encode_call(WorkerCall(self._call_id, verb), arguments, self._encoder), self._check_alive)
-        call = self._pending[self._call_id] = _Call(self._call_id, verb, ranks, {})
+        call_id = self._put(verb, arguments)
+        call = self._pending[call_id] = _Call(call_id, verb, ranks, {})
         return call
+
+    def _put(self, verb: str, arguments: Sequence[Any], prepare: Callable[[int], None] = lambda _: None) -> int:
+        """Writes a call into the ring, and returns its id, which `prepare` gets before. May be called on any thread."""
+        with self._sending:
+            self._call_id += 1
+            prepare(self._call_id)
+            self._calls.send(encode_call(WorkerCall(self._call_id, verb), arguments, self._encoder), self._check_alive)
+            return self._call_id
 
     def _call_all(self, verb: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Returns the results of all workers; of a step only the output rank's."""
@@ -165,16 +186,18 @@ class MultiprocExecutor(Executor):
         set_abort_word(self._shared_file)
 
     def _watch(self) -> None:
-        """Waits for the end of any worker. The body of the monitor's thread."""
+        """Waits for the end of any worker, and for late answers. The body of the monitor's thread."""
         fds = [worker.pidfd for worker in self._workers if worker.pidfd is not None]
         while not self._is_ending:
-            if fds:
-                ended = bool(select.select(fds, [], [], 1.0)[0])
-            else:  # a system without process descriptors
-                time.sleep(0.1)
-                ended = any(worker.describe_end() is not None for worker in self._workers)
-            if ended and not self._is_ending:
+            ready = select.select([self._late.fileno(), *fds], [], [], 1.0 if fds else 0.1)[0]
+            if self._late.fileno() in ready:
+                self._late.take()
+            has_ended = any(fd in ready for fd in fds)
+            if not fds:  # a system without process descriptors
+                has_ended = any(worker.describe_end() is not None for worker in self._workers)
+            if has_ended and not self._is_ending:
                 self._abort()
+                self._late.fail_all(ServerError("a worker of the engine has ended"))
                 self._on_failure()
                 return
 
@@ -255,6 +278,47 @@ class MultiprocExecutor(Executor):
             )
         return self._call_all("call_function", name, list(args), kwargs or {}, timeout_s=timeout)
 
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def measure_adapter(self, lora_request: LoRARequest) -> Future[int]:
+        return self._ask("measure_adapter", lora_request, combine=sum)
+
+    def load_adapter(self, load: AdapterLoad) -> Future[AdapterInfo]:
+        return self._ask("load_adapter", load, combine=join_infos, undo=lambda: self.drop_adapter(load.key))
+
+    def drop_adapter(self, key: AdapterKey) -> None:
+        with contextlib.suppress(ServerError):  # a worker is gone, and the engine ends
+            self._put("drop_adapter", [key])
+
+    def _ask(
+        self,
+        verb: str,
+        argument: Any,
+        *,
+        combine: Callable[[Sequence[Any]], Any],
+        undo: Callable[[], None] = lambda: None,
+    ) -> Future[Any]:
+        """Sends a call that is answered late, and returns its Future."""
+        futures = list[Future[Any]]()
+        try:
+            self._put(verb, [argument], lambda id_: futures.append(self._late.expect(id_, verb, combine, undo)))
+        except ServerError as e:
+            self._late.fail_all(e)
+        return futures[0]
+
+    # -- observations -------------------------------------------------------------------------------------------------
+
+    def take_barrier_wait(self) -> float:
+        size = self._topology
+        before, self._waited = self._waited, read_barrier_wait(self._shared_file, size.pp, size.tp)
+        return self._waited - before
+
+    @property
+    def worker_end(self) -> WorkerEnd:
+        return next(filter(None, (worker.end_kind for worker in self._workers)), WorkerEnd.NONE)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
     def check_health(self) -> None:
         self._check_alive()
 
@@ -262,6 +326,9 @@ class MultiprocExecutor(Executor):
         if self._is_ending:
             return
         self._is_ending = True
+        self._late.wake()
+        if self._monitor.is_alive() and self._monitor is not threading.current_thread():
+            self._monitor.join(END_S)
         try:
             if self._workers and all(worker.describe_end() is None for worker in self._workers):
                 self._abort()  # a worker that waits for another one must not outlast it
@@ -270,6 +337,8 @@ class MultiprocExecutor(Executor):
             logger.debug("workers are ended without a word: %s", e)
         for worker in self._workers:
             worker.end()
+        self._late.fail_all(ServerError("the engine has ended"))
+        self._late.close()
         os.close(self._shared_file)
 
 

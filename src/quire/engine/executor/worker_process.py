@@ -17,6 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError, ServerError
 from quire.logger import child_level
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.process import search_path
 from quire.wire.ring import NUM_SLOTS, SLOT_BYTES, RingReader, make_ring_file
 from quire.wire.topology import Topology
@@ -70,6 +71,14 @@ class WorkerProcess:
         if code is None:
             return None
         return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+    @property
+    def end_kind(self) -> WorkerEnd:
+        """Kind of its end."""
+        code = self._process.poll()
+        if code is None:
+            return WorkerEnd.NONE
+        return WorkerEnd.EXITED if code >= 0 else WorkerEnd.KILLED
 
     def end(self) -> None:
         """Closes the worker's pipe and waits; kills it if it does not end."""

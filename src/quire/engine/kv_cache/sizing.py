@@ -262,7 +262,7 @@ class KVCacheSizes:
     max_concurrency: float
     """Number of requests of max_model_len tokens that fit at once; 0 without a KV cache, which sets no limit."""
     adapter_bytes: int = 0
-    """Memory of LoRA adapters."""
+    """Memory of LoRA adapters, of all workers together."""
 
     @property
     def block_size(self) -> int:
@@ -290,6 +290,12 @@ def adapter_budget(config: LoRAConfig, available_bytes: int) -> int:
     return max(min(GIB, available_bytes // 10), min(SMALL_ADAPTER_BYTES, available_bytes // 2))
 
 
+def without_adapters(available_bytes: Sequence[int], adapter_bytes: int) -> list[int]:
+    """Returns what adapters leave each worker: they take the same part of each one's memory."""
+    total = max(1, sum(available_bytes))
+    return [available - adapter_bytes * max(0, available) // total for available in available_bytes]
+
+
 def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSizes:
     """Sizes the cache from the memory the workers have left, allocates it there and warms up.
 
@@ -301,9 +307,9 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
     has_draft_layers = drafting is not None and drafting.model is not None
     draft_specs = executor.collective_rpc("get_draft_kv_cache_spec") if has_draft_layers else ()
     available_bytes = executor.determine_available_memory()
-    adapter_bytes = adapter_budget(config.lora_config, min(available_bytes, default=0))
+    adapter_bytes = adapter_budget(config.lora_config, sum(available_bytes))
     if config.cache_config.kv_cache_memory_bytes is None:  # else the cache gets what was asked for, beside adapters
-        available_bytes = [available - adapter_bytes for available in available_bytes]
+        available_bytes = without_adapters(available_bytes, adapter_bytes)
     model_len, scheduler_config = config.model_config.model_len, config.scheduler_config
     step_tokens = scheduler_config.max_num_scheduled_tokens or scheduler_config.max_num_batched_tokens
     kv_cache_configs, max_model_len = make_kv_cache_configs(

@@ -249,6 +249,8 @@ class EngineLink:
             return
         if death.cause != "start" and not death.is_planned:
             self.counts["deaths"] += 1
+        if death.worker_end:
+            self.counts[f"worker_deaths.{death.worker_end.name.lower()}"] += 1
         self._judge(death)
         self.state = LinkState.DOWN
         self.answers += self._calls.end_unrepeatable(death)

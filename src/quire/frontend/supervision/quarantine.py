@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from quire.frontend.supervision.journal import Journal, JournalEntry
+from quire.wire.heartbeat import WorkerEnd
 
 DeathCause = Literal["crash", "hang", "killed", "draft", "start", "lost"]
 """crash: ended by an error or a fault of its own. hang: made no progress and was killed for it. killed: another process
@@ -47,6 +48,8 @@ class CoreDeath(NamedTuple):
     """True if a signal that this process did not send asked it to end."""
     is_planned: bool = False
     """True if this process asked it to end, to be followed by another."""
+    worker_end: WorkerEnd = WorkerEnd.NONE
+    """End of the worker for which it has ended."""
 
     def calls_for_successor(self, age_s: float, *, is_draining: bool, has_live_requests: bool) -> bool:
         """Returns True if another core must be started now, `age_s` after the death. A server that ends needs one only

@@ -362,7 +362,8 @@ def _read_death(core: CoreProcess, beat: Heartbeat) -> CoreDeath:
     description = f"{describe_exit(returncode)} in phase {beat.phase.name}"
     was_asked = was_asked_to_end(returncode)
     cause = cause_of_exit(returncode)
-    return CoreDeath(cause if was_asked else _cause_in(cause, beat), description, beat.suspects, was_asked)
+    cause = cause if was_asked else _cause_in(cause, beat)
+    return CoreDeath(cause, description, beat.suspects, was_asked, worker_end=beat.worker_end)
 
 
 def _cause_in(cause: DeathCause, beat: Heartbeat) -> DeathCause:

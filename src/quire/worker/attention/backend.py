@@ -154,6 +154,10 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """Returns `model`, with a quicker way for short steps if there is one. Its bits must be the same."""
         return model
 
+    def for_one_worker(self) -> AttentionBackend[Any]:
+        """Returns a backend for a model that this worker computes alone, whatever it shares with others."""
+        return self
+
     @abstractmethod
     def forward(
         self,

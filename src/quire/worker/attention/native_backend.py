@@ -83,6 +83,9 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
     def plan_steps(self, model: Forward) -> Forward:
         return StepPlanner(model, self)
 
+    def for_one_worker(self) -> NativeAttentionBackend:
+        return NativeAttentionBackend(self.kernels)
+
     def make_metadata(self, batch: AttentionBatch, spec: AnyKVCacheSpec) -> NativeAttentionMetadata:
         """Returns the batch's half of the arguments."""
         query_lens, seq_lens = (np.ascontiguousarray(a, dtype=np.int64) for a in (batch.query_lens, batch.seq_lens))

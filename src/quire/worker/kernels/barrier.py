@@ -12,9 +12,9 @@ from ctypes import byref
 from torch import Tensor
 
 from quire.errors import ServerError
+from quire.wire.shared_memory import BARRIER_LINE_BYTES
 from quire.worker.kernels.library import CONSTANTS, BarrierArgs, Context
 
-LINE_BYTES = 64
 TIMEOUT_MS = 60_000
 """Time that a rank may be late; far longer than any kernel takes."""
 SPIN_NS = 50_000
@@ -35,7 +35,7 @@ def check_barrier(failure: int) -> None:
 
 def words_bytes(size: int) -> int:
     """Returns the bytes of the words of `size` ranks."""
-    return (1 + size) * LINE_BYTES
+    return (1 + size) * BARRIER_LINE_BYTES
 
 
 class NativeBarrier:
@@ -63,7 +63,7 @@ class PollingBarrier:
 
     def __call__(self) -> None:
         """Returns once all ranks are here. Raises BarrierError."""
-        words, step = self._words, LINE_BYTES // 4
+        words, step = self._words, BARRIER_LINE_BYTES // 4
         generation = (words[step * (1 + self._rank)] + 1) % 2**32
         words[step * (1 + self._rank)] = generation
         deadline = time.monotonic() + TIMEOUT_MS / 1000

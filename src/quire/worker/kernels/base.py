@@ -48,7 +48,8 @@ class EmbeddingKernel(Protocol):
     """A table of vectors, which may also be a logits head."""
 
     lookup_site: AdapterSite | None
-    """Adapters of `lookup`: a site whose inputs are the vectors and whose outputs are their elements."""
+    """Adapters of `lookup`: a site whose inputs are the vectors and whose outputs are their elements. Its inputs are
+    all ids, also where the table holds the vectors of some only."""
     project_site: AdapterSite | None
     """Adapters of `project`: a site whose outputs are the vectors. Its batch has a row for each row of logits."""
 

@@ -302,7 +302,7 @@ class NativeEmbedding:
 
     @lookup_site.setter
     def lookup_site(self, site: AdapterSite | None) -> None:
-        set_site(self._context, self._args, site, self._num_rows, self._dim)
+        set_site(self._context, self._args, site, None, self._dim)
         self._lookup_site = site
 
     @property

@@ -59,7 +59,9 @@ class NativeLowRank:
         """Packs all parts, those of one matrix after those of another, into memory that `take` gives. Raises ValueError
         if the parts do not fit the site."""
         validate_parts(parts, shape)
-        count = len(shape.parts)
+        count, rank = len(shape.parts), max((part.a.shape[0] for part in parts if part is not None), default=0)
+        if shape.dtype == torch.bfloat16 and has_mixed_blocks(shape):
+            parts = [None if part is None else pad_to_tiles(part) for part in parts]
         packings = [_Packing(parts[i : i + count], shape) for i in range(0, len(parts), count)]
         sizes = [packing.num_bytes(library) for packing in packings]
         memory = take(sum(sizes))
@@ -71,7 +73,7 @@ class NativeLowRank:
             place += size
         places = outline[:, POINTERS]
         places[...] = np.where(places == 0, -1, places - memory.data_ptr())
-        return NativeLowRank(shape, max(packing.rank for packing in packings), memory, outline)
+        return NativeLowRank(shape, rank, memory, outline)
 
     def head_checksum(self) -> int:
         """Returns a checksum of all but the factors: scales, biases, and which h an output takes, where a wrong number
@@ -122,6 +124,28 @@ class _Packing:
         self._args.packed = address
         low_rank = LowRankStruct.from_buffer(struct)  # type: ignore[arg-type]  # an array is a buffer
         library.cdll.qk_pack_low_rank(byref(self._args), byref(low_rank))
+
+
+BLOCK, TILE = 16, 32
+"""Outputs that are computed together, and the most h whose products with them are one sum."""
+
+
+def has_mixed_blocks(shape: LowRankShape) -> bool:
+    """Returns whether outputs of two parts may be computed together."""
+    return not shape.gated and any(size % BLOCK for size in shape.parts[:-1])
+
+
+def pad_to_tiles(part: LowRank) -> LowRank:
+    """Returns factors with zeros between, so that the h of each sum fill a tile of their own: the sum is the same
+    whichever parts are computed together, which depends on the number of workers."""
+    rank = part.a.shape[0]
+    lines, tiles = -(-rank // 2), -(-rank // TILE)  # a line has two h
+    size = 2 * -(-lines // tiles)
+    h = torch.arange(rank)
+    places = h // size * TILE + h % size
+    a = part.a.new_zeros((tiles * TILE, part.a.shape[1])).index_copy_(0, places, part.a)
+    b = part.b.new_zeros((part.b.shape[0], tiles * TILE)).index_copy_(1, places, part.b)
+    return LowRank(a, b, part.scale, part.bias)
 
 
 def take_lines(num_bytes: int) -> Tensor:
@@ -193,19 +217,19 @@ class NativeAdapterSite:
         self.struct.by_slot = cast(c_void_p(grown.ctypes.data), POINTER(POINTER(LowRankStruct)))
 
 
-def set_site(context: Context, args: Structure, site: AdapterSite | None, in_features: int, rows: int) -> None:
-    """Sets the site in `args` of a linear layer or a table; None removes it."""
+def set_site(context: Context, args: Structure, site: AdapterSite | None, in_features: int | None, rows: int) -> None:
+    """Sets the site in `args` of a linear layer or a table; None removes it. `in_features`: None for any number."""
     args.adapters = site_pointer(context, site, in_features, rows)
 
 
-def site_pointer(context: Context, site: AdapterSite | None, in_features: int, rows: int) -> object:
+def site_pointer(context: Context, site: AdapterSite | None, in_features: int | None, rows: int) -> object:
     """Returns the address of the site of a map of `in_features` and `rows`, or None, for the arguments of a call.
     Recorded plans become invalid."""
     context.num_kernels += 1
     if site is None:
         return None
     assert isinstance(site, NativeAdapterSite)
-    assert (site.shape.in_features, sum(site.shape.parts)) == (in_features, rows)
+    assert (site.shape.in_features, sum(site.shape.parts)) == (in_features or site.shape.in_features, rows)
     return pointer(site.struct)
 
 

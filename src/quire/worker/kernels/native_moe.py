@@ -141,9 +141,9 @@ class NativeExperts:
             args.between, args.between_stride = share.meeting.data_ptr(), share.meeting.stride(0)
 
     def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
-        hidden, inner = self._args.hidden, self._args.expert_size
-        self._args.gate_up_adapters = site_pointer(self._context, gate_up, hidden, 2 * inner)
-        self._args.down_adapters = site_pointer(self._context, down, inner, hidden)
+        args = self._args
+        args.gate_up_adapters = site_pointer(self._context, gate_up, args.hidden, 2 * args.inner)
+        args.down_adapters = site_pointer(self._context, down, args.expert_size, args.outputs)
         self._sites = gate_up, down
 
     def __call__(

@@ -189,6 +189,11 @@ class TorchEmbedding:
     def lookup_share(self, ids: Tensor, first: int, out: Tensor) -> None:
         rows = ((ids >= first) & (ids < first + len(self._table))).nonzero()[:, 0]
         out[rows] = self._table[ids[rows] - first]
+        if self.lookup_site is not None:
+            assert isinstance(self.lookup_site, TorchAdapterSite)
+            for segment, low_rank in self.lookup_site.segments(len(ids)):
+                own = rows[(rows >= segment.start) & (rows < segment.stop)]
+                out[own] += low_rank.look_up(ids[own])
 
     def project(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._head(x, out=out)
@@ -423,34 +428,41 @@ class TorchExperts:
 
         if share.gather is None:
             for i, rows in chosen:
-                meeting[rows] = self._answer(i, inputs[rows], rows // k).float()
+                meeting[rows] = self._answer(i, inputs[rows], rows // k, share.experts[i]).float()
             share.ready()
             return sum_up(torch.empty_like(x), meeting)
-        size = self._down[0].shape[1]
+        size, columns = self._down[0].shape[1], slice(share.inner.start, share.inner.stop)
         for i, rows in chosen:
-            both = self._product(inputs[rows], weight=self._gate_up[i], bias=None, spec=self._sums)
-            columns = slice(share.inner.start, share.inner.stop)
-            meeting[rows, columns] = gated(self._spec.activation, both, self._spec.halves_alternate).to(x.dtype)
+            meeting[rows, columns] = self._between(i, inputs[rows], rows // k, i)
         share.ready()
         answers = x.new_empty(n * k, len(share.outputs))
         for i, rows in chosen:
-            answers[rows] = self._product(meeting[rows, :size], weight=self._down[i], bias=None)
+            answers[rows] = self._down_of(i, meeting[rows, :size], rows // k, i)
         return share.gather(n, x.dtype, lambda y: sum_up(y, answers))
 
-    def _answer(self, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
-        first, second = (None, None) if self._biases is None else (bias[expert] for bias in self._biases)
-        both = self._product(x, weight=self._gate_up[expert], bias=first, spec=self._sums)
+    def _answer(self, expert: int, x: Tensor, tokens: Tensor, number: int | None = None) -> Tensor:
+        """Returns the outputs of one of the kernel's experts; `number` is its number in the mixture."""
+        number = expert if number is None else number
+        return self._down_of(expert, self._between(expert, x, tokens, number), tokens, number)
+
+    def _between(self, expert: int, x: Tensor, tokens: Tensor, number: int) -> Tensor:
+        """Returns what the second matrix gets."""
+        bias = None if self._biases is None else self._biases[0][expert]
+        both = self._product(x, weight=self._gate_up[expert], bias=bias, spec=self._sums)
         for rows, low_rank in _rows_of(self._sites[0], tokens):
-            sums = self._product(x[rows], weight=self._gate_up[expert], bias=first, spec=LOGITS)
-            change = low_rank.multiply(x[rows], expert)
+            sums = self._product(x[rows], weight=self._gate_up[expert], bias=bias, spec=LOGITS)
+            change = low_rank.multiply(x[rows], number)
             if self._spec.halves_alternate:
                 change = change.view(len(rows), 2, -1).mT.flatten(1)
             both[rows] = (sums + change).to(both.dtype)
-        between = gated(self._spec.activation, both, self._spec.halves_alternate).to(x.dtype)
-        y = self._product(between, weight=self._down[expert], bias=second)
+        return gated(self._spec.activation, both, self._spec.halves_alternate).to(x.dtype)
+
+    def _down_of(self, expert: int, between: Tensor, tokens: Tensor, number: int) -> Tensor:
+        bias = None if self._biases is None else self._biases[1][expert]
+        y = self._product(between, weight=self._down[expert], bias=bias)
         for rows, low_rank in _rows_of(self._sites[1], tokens):
-            sums = self._product(between[rows], weight=self._down[expert], bias=second, spec=LOGITS)
-            y[rows] = (sums + low_rank.multiply(between[rows], expert)).to(y.dtype)
+            sums = self._product(between[rows], weight=self._down[expert], bias=bias, spec=LOGITS)
+            y[rows] = (sums + low_rank.multiply(between[rows], number)).to(y.dtype)
         return y
 
 

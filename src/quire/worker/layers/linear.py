@@ -200,7 +200,7 @@ class Embedding(KernelModule):
         self.weight = weight(len(ids), self.weight.shape[1])
         self.gathers = vectors, logits
 
-    def set_sites(self, lookup: AdapterSite, project: AdapterSite | None) -> None:
+    def set_sites(self, lookup: AdapterSite | None, project: AdapterSite | None) -> None:
         """Gives the kernel, and those made later, the places where adapters of both uses are installed."""
         self._sites = lookup, project
         if self._kernel is not None:

@@ -230,10 +230,10 @@ class Experts(KernelModule):
         else:
             matrices = quantized.gate_up, quantized.down
             self._kernel = kernel = kernels.quantized_experts(*matrices, self.kernel_spec, self._biases)
-        if self._sites is not None:
-            kernel.set_sites(*self._sites)
         if self._make_share is not None:
             kernel.set_share(self._make_share(dtype))
+        if self._sites is not None:
+            kernel.set_sites(*self._sites)
         if quantized is not None or not kernels.keeps_weights:
             forget(self, "gate_up_proj")
             forget(self, "down_proj")

@@ -146,10 +146,14 @@ class Elsewhere(nn.Module):
         super().__init__()
         self._original = (original,)  # in a tuple: it is no child
 
+    def originals(self, path: str) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the module, whose place in the model is `path`, and those in it, by their places."""
+        yield from self._original[0].named_modules(prefix=path)
+
     def missing_tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
         """Yields the checkpoint's tensors of the module, whose place in the model is `path`, in the order of its
         modules."""
-        for name, module in self._original[0].named_modules(prefix=path):
+        for name, module in self.originals(path):
             yield from own_tensors(name, module)
 
 

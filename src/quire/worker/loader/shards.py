@@ -3,7 +3,7 @@
 A stage of a pipeline has adjacent layers; the first has the embedding, too, and the last the norm and the head. Among
 the workers of a stage every matrix is cut by its outputs, so that each output stays one sum over all inputs. Layers
 then return whole results: `Gather`. Attention is cut by heads. What is small (norms, routers) or cannot be cut is
-computed by every worker alike.
+computed by every worker alike, as is the classifier of a model that pools.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from quire.worker.layers.linear import Embedding, Linear
 from quire.worker.layers.moe import Experts
 from quire.worker.layers.weights import Elsewhere
 from quire.worker.models.attention import SelfAttention
-from quire.worker.models.decoder import DecoderForCausalLM
+from quire.worker.models.decoder import Decoder, DecoderForCausalLM
 from quire.worker.models.latent import LatentAttention
 from quire.worker.parallel.collectives import Collectives, Gather, Meeting
 from quire.worker.parallel.plan import Stage, share_experts, share_heads, share_outputs
+from quire.worker.pooler import CLASSIFIER, PooledDecoder
 
 
 class Sharding:
@@ -50,17 +51,17 @@ class Sharding:
     def cut(self, model: nn.Module) -> None:
         """Leaves `model`, which is on the meta device, this worker's part. Raises UnsupportedModelError or
         ConfigError."""
-        if not isinstance(model, DecoderForCausalLM):
+        if not isinstance(model, DecoderForCausalLM | PooledDecoder) or not isinstance(model.model, Decoder):
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be divided among workers; only text generation by decoders can be; "
-                "leave --tensor-parallel-size and --pipeline-parallel-size out"
+                f"{type(model).__name__} cannot be divided among workers; only decoders can be; leave "
+                "--tensor-parallel-size and --pipeline-parallel-size out"
             )
         if self.stage is not None:
             cut_to_stage(model, self.stage)
         if self.collectives is not None:
             self._cut_to_share(model)
 
-    def _cut_to_share(self, model: DecoderForCausalLM) -> None:
+    def _cut_to_share(self, model: DecoderForCausalLM | PooledDecoder) -> None:
         with torch.device("meta"):
             for path, module in model.named_modules():
                 if isinstance(module, SelfAttention):
@@ -73,8 +74,10 @@ class Sharding:
             self._cut_vocabulary(model)
 
     def _is_cut(self, model: nn.Module, path: str) -> bool:
-        """Returns whether a matrix is cut: not those whose results are changed in place."""
+        """Returns whether a matrix is cut: not those whose results are changed in place, nor classifiers."""
         parent, _, name = path.rpartition(".")
+        if path.partition(".")[0] == CLASSIFIER:
+            return False
         owner = model.get_submodule(parent)
         if isinstance(owner, LatentAttention):
             return name == "o_proj"
@@ -136,7 +139,7 @@ class Sharding:
 
         experts.cut(own, inner, outputs, make_share)
 
-    def _cut_vocabulary(self, model: DecoderForCausalLM) -> None:
+    def _cut_vocabulary(self, model: DecoderForCausalLM | PooledDecoder) -> None:
         table: nn.Module = model.model.embed_tokens
         if not isinstance(table, Embedding):
             return  # of another stage
@@ -146,7 +149,7 @@ class Sharding:
         table.cut(torch.arange(logits.start, logits.end, device="cpu"), vectors, logits)
 
 
-def cut_to_stage(model: DecoderForCausalLM, stage: Stage) -> None:
+def cut_to_stage(model: DecoderForCausalLM | PooledDecoder, stage: Stage) -> None:
     """Leaves `model` the modules of one stage. Raises ConfigError if its layers cannot be divided so."""
     decoder = model.model
     own = stage.layers(len(decoder.layers))
@@ -159,11 +162,12 @@ def cut_to_stage(model: DecoderForCausalLM, stage: Stage) -> None:
     names = [] if stage.is_last else ["model.norm", "lm_head"]
     if not stage.is_first:
         names += ["model.embed_positions", "model.embed_norm", "model.layer_inputs"]
-        names += [] if stage.is_last and model.lm_head is None else ["model.embed_tokens"]
+        makes_logits = decoder.embed_tokens.head is not None
+        names += [] if stage.is_last and makes_logits else ["model.embed_tokens"]
     for path in names:
         parent, _, name = path.rpartition(".")
         owner = model.get_submodule(parent)
-        if getattr(owner, name) is not None:
+        if getattr(owner, name, None) is not None:
             setattr(owner, name, Elsewhere(getattr(owner, name)))
 
 

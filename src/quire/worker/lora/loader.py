@@ -39,7 +39,7 @@ from quire.worker.kernels.lora import LowRank, PackedLowRank
 from quire.worker.kernels.native_lora import LINE, take_lines
 from quire.worker.kernels.packs import take_memory
 from quire.worker.lora.packed import AdapterCache, Head, PackedAdapter
-from quire.worker.lora.sites import AdapterSites
+from quire.worker.lora.sites import AdapterSites, Site
 from quire.worker.packed_cache import PackedCache
 
 logger = init_logger(__name__)
@@ -354,6 +354,7 @@ class _Reading:
         self._fill(files, memoryview(header), 0)
 
     def _pack_all(self, files: AdapterFiles, index: AdapterIndex) -> dict[str, PackedLowRank]:
+        """Returns the packed factors by site. Those of matrices that other workers have are only read."""
         sites, waiting = self._loader._sites.sites, defaultdict[str, dict[int, LowRank]](dict)
         missing: dict[str, int] = defaultdict(int)
         packed: dict[str, PackedLowRank] = {}
@@ -363,25 +364,38 @@ class _Reading:
         for factors, target in zip(index.factors, targets, strict=True):
             a, b = self._tensor(files, index, factors.a), self._tensor(files, index, factors.b)
             bias = None if factors.bias is None else self._tensor(files, index, factors.bias)
-            with self._pace.work():
-                found = (
-                    _split_experts(factors, target.experts, a, b)
-                    if target.experts is not None
-                    else {target.part: self._in_order(target, LowRank(a, b, factors.scale, bias))}
-                )
-            waiting[target.site].update(found)
+            site = sites.get(target.site)
             missing[target.site] -= 1
-            if not missing[target.site]:
-                failpoint("lora.pack", self._name)
-                parts, site = waiting.pop(target.site), sites[target.site]
-                count = site.shape.num_parts if target.experts is None else site.shape.groups
+            if site is not None:
                 with self._pace.work():
-                    whole = [parts.get(i) for i in range(count)]
-                    packed[target.site] = site.pack(self._loader._kernels, whole, self._packs.take)
-                if not waiting and self._raw.is_half_full:
-                    self._digest.wait()
-                    self._raw.reset()
+                    waiting[target.site].update(
+                        self._own_parts(site, target, factors, LowRank(a, b, factors.scale, bias))
+                    )
+                if not missing[target.site] and (parts := waiting.pop(target.site)):
+                    failpoint("lora.pack", self._name)
+                    count = site.shape.num_parts if target.experts is None else site.shape.groups
+                    with self._pace.work():
+                        whole = [parts.get(i) for i in range(count)]
+                        packed[target.site] = site.pack(self._loader._kernels, whole, self._packs.take)
+            if not waiting and self._raw.is_half_full:
+                self._digest.wait()
+                self._raw.reset()
         return packed
+
+    def _own_parts(self, site: Site, target: AdapterTarget, factors: Factors, whole: LowRank) -> dict[int, LowRank]:
+        """Returns the parts of a site, or its groups, that factors change, with the rows that this worker has."""
+        if target.experts is None:
+            if not site.has_part(target.part):
+                return {}
+            found = {target.part: self._in_order(whole, site.order_of(target.part))}
+        else:
+            groups = range(target.experts.count) if site.own_groups is None else site.own_groups
+            found = {
+                i: _with_rows(own, site.group_order)
+                for i, own in _split_experts(factors, target.experts, whole.a, whole.b).items()
+                if i in groups
+            }
+        return {i: own for i, own in found.items() if len(own.b)}
 
     def _read_head(self, files: AdapterFiles, index: AdapterIndex) -> Head | None:
         if index.head is None:
@@ -391,13 +405,10 @@ class _Reading:
         bias = index.head.bias
         return weight, None if bias is None else self._tensor(files, index, bias).clone().to(device)
 
-    def _in_order(self, target: AdapterTarget, factors: LowRank) -> LowRank:
+    def _in_order(self, factors: LowRank, order: Tensor | None) -> LowRank:
         """Returns factors on the model's device, with a row for each output in its order."""
-        order, device = self._loader._sites.sites[target.site].order_of(target.part), self._loader._device
-        rows = (factors.b, factors.bias)
-        b, bias = rows if order is None else (None if t is None else _take_rows(t, order) for t in rows)
-        assert b is not None
-        return LowRank(factors.a.to(device), b.to(device), factors.scale, None if bias is None else bias.to(device))
+        own, device = _with_rows(factors, order), self._loader._device
+        return LowRank(own.a.to(device), own.b.to(device), own.scale, None if own.bias is None else own.bias.to(device))
 
     def _tensor(self, files: AdapterFiles, index: AdapterIndex, info: TensorInfo) -> Tensor:
         """Returns a tensor of the file in the type of the adapters. Raises AdapterError for NaN and infinity."""
@@ -472,6 +483,14 @@ def _split_experts(factors: Factors, experts: AllExperts, a: Tensor, b: Tensor) 
     if experts.gates_alternate and factors.target is not None and factors.target.site == experts.gate_up_site:
         second = torch.cat([second[:, ::2], second[:, 1::2]], dim=1)
     return {i: LowRank(first[i].contiguous(), second[i].contiguous(), factors.scale) for i in range(count)}
+
+
+def _with_rows(factors: LowRank, order: Tensor | None) -> LowRank:
+    """Returns factors with these rows of B and of the bias; None: all."""
+    if order is None:
+        return factors
+    bias = None if factors.bias is None else _take_rows(factors.bias, order)
+    return LowRank(factors.a, _take_rows(factors.b, order), factors.scale, bias)
 
 
 def _take_rows(stored: Tensor, order: Tensor) -> Tensor:

@@ -30,8 +30,11 @@ Numbers = npt.NDArray[np.int64]
 
 
 class AdapterTable:
-    """Owns the loaded adapters. Adapters arrive on the loader's thread, and are installed and removed on the
-    worker's, when the next step begins.
+    """Owns the loaded adapters. Adapters arrive on the loader's thread. They are installed on the worker's, when a
+    request of a step names them first, and removed when a step begins.
+
+    So all workers of an engine have an adapter in the same slot, whatever the order in which they have read their
+    parts: slots decide the order of a step's rows.
 
     Nothing here evicts: an adapter stays until `drop`, and no request of a step may name one that is not loaded.
     """
@@ -49,11 +52,12 @@ class AdapterTable:
         """`pools`: the model has a head for pooling; `base_model`: its name, for messages; `cache`: the directory of
         packed adapters."""
         kernels, dtype = placement.kernels, placement.dtype
-        self._sites = make_sites(model, kernels, dtype, pools=pools)
+        stage = None if placement.sharding is None else placement.sharding.stage
+        self._sites = make_sites(model, kernels, dtype, pools=pools, stage=stage)
         self._lock = threading.Lock()
         """Guards the next two."""
         self._arrived: dict[AdapterKey, LoadedAdapter] = {}
-        """Loaded, not installed yet."""
+        """Loaded, not installed: no request has named them."""
         self._dropped: list[AdapterKey] = []
         self._loader = AdapterLoader(
             kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model, cache
@@ -87,7 +91,11 @@ class AdapterTable:
     def drop_all(self) -> None:
         """Removes all adapters and ends all loads."""
         self._loader.cancel_all()
-        self._apply_changes()
+        with self._lock:
+            arrived, self._arrived = self._arrived, {}
+        for adapter in arrived.values():
+            self._loader.free(adapter)
+        self._remove_dropped()
         for key in list(self._installed):
             self._remove(key)
 
@@ -98,16 +106,18 @@ class AdapterTable:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Installs what has arrived, and removes what was dropped."""
+        """Removes what was dropped."""
         self._loader.note_step()
-        if self._arrived or self._dropped:
-            self._apply_changes()
+        if self._dropped:
+            self._remove_dropped()
 
     def slot_of(self, request: NewRequestData) -> int:
         """Returns the slot of a request's adapter."""
         if request.lora_request is None:
             return NO_ADAPTER
         key = request.lora_request.lora_int_id, request.lora_revision
+        if key in self._arrived:
+            self._install(key)
         assert key in self._installed, f"request {request.req_id} has adapter {key}, which is not loaded"
         return self._installed[key][0]
 
@@ -143,21 +153,25 @@ class AdapterTable:
         with self._lock:
             self._arrived[adapter.key] = adapter
 
-    def _apply_changes(self) -> None:
+    def _remove_dropped(self) -> None:
         with self._lock:
-            arrived, self._arrived = self._arrived, {}
             dropped, self._dropped = self._dropped, []
-        for key in (*dropped, *arrived):
+        for key in dropped:
             self._remove(key)
-        for adapter in arrived.values():
-            failpoint("lora.install", adapter.name)
-            slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
-            for name, site in self._sites.sites.items():  # all: a site has a place for every slot in use
-                site.kernel.install(slot, adapter.packed.get(name))
-            if adapter.head is not None:
-                assert self._sites.head is not None
-                self._heads[slot] = self._kernels.linear(*adapter.head, self._sites.head.spec)
-            self._installed[adapter.key] = slot, adapter
+
+    def _install(self, key: AdapterKey) -> None:
+        """Puts an adapter that has arrived into a slot, in the place of one with the same key."""
+        with self._lock:
+            adapter = self._arrived.pop(key)
+        self._remove(key)
+        failpoint("lora.install", adapter.name)
+        slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
+        for name, site in self._sites.sites.items():  # all: a site has a place for every slot in use
+            site.kernel.install(slot, adapter.packed.get(name))
+        if adapter.head is not None:
+            assert self._sites.head is not None
+            self._heads[slot] = self._kernels.linear(*adapter.head, self._sites.head.spec)
+        self._installed[key] = slot, adapter
 
     def _remove(self, key: AdapterKey) -> None:
         if key not in self._installed:

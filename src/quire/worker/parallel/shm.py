@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.failpoints import failpoint
-from quire.wire.shared_memory import set_abort_word
+from quire.wire.shared_memory import BARRIER_LINE_BYTES, set_abort_word
 from quire.wire.topology import Group
 from quire.worker.host import cpu_quota
-from quire.worker.kernels.barrier import LINE_BYTES, SPIN_NS, words_bytes
+from quire.worker.kernels.barrier import SPIN_NS, words_bytes
 from quire.worker.kernels.base import Kernels
 from quire.worker.parallel.collectives import Collectives
 
@@ -39,7 +39,7 @@ class ShmCollectives(Collectives):
         spin_ns = SPIN_NS if num_threads <= min(os.cpu_count() or 1, cpu_quota() or num_threads) else 0
         self._barrier = kernels.barrier(self._words, group.index, group.size, spin_ns)
         lines = self._words[words_bytes(group.size) :].view(torch.int64)
-        self._votes = lines[:: LINE_BYTES // 8][: group.size]
+        self._votes = lines[:: BARRIER_LINE_BYTES // 8][: group.size]
 
     def shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         buffer = self._buffers.get((name, dtype))
@@ -68,7 +68,7 @@ class ShmCollectives(Collectives):
 
     def waited(self) -> tuple[int, float]:
         """Returns the number of barriers that this worker has passed, and the seconds it has waited in them."""
-        line = self._words[(1 + self.group.index) * LINE_BYTES :][:LINE_BYTES].view(torch.int64)
+        line = self._words[(1 + self.group.index) * BARRIER_LINE_BYTES :][:BARRIER_LINE_BYTES].view(torch.int64)
         return int(line[1]), int(line[2]) / 1e9
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.errors import ServerError
 from quire.failpoints import failpoint
-from quire.wire.execution import SchedulerOutput
+from quire.wire.execution import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput, SchedulerOutput
 from quire.wire.ring import WorkerLinks
 from quire.wire.shared_memory import is_aborted
 from quire.worker.attention.backend import Forward, States
@@ -18,6 +18,7 @@ from quire.worker.input_batch import StepInputs
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parallel.plan import Stage
+from quire.worker.pooler import Pooler
 
 
 class StageExchange:
@@ -83,6 +84,9 @@ class StageRunner(ModelRunner):
         super()._update_batch(scheduler_output)
         if not self._stage.is_last:
             self.sampler.prompts.wanted.clear()
+
+    def _pool(self, pooler: Pooler, req_ids: list[str], inputs: StepInputs, hidden: Tensor) -> ModelRunnerOutput:
+        return super()._pool(pooler, req_ids, inputs, hidden) if self._stage.is_last else EMPTY_MODEL_RUNNER_OUTPUT
 
     def _compute_logits(self, inputs: StepInputs, hidden: Tensor) -> Tensor | None:
         return super()._compute_logits(inputs, hidden) if self._stage.is_last else None

@@ -3,6 +3,9 @@
 It is lazy: a text is read when drafts of its request are asked for, not when its prompt is computed. A first token
 never waits for it, and a request without drafts costs nothing.
 
+Where several workers share the target, the one that samples has the whole model and drafts; the others get its drafts
+with the next step. So drafts are those of one worker.
+
 Drafts are drawn as the target draws: with the request's temperature, filters and seed, at the index that the token will
 have in the output. Where both models give a token about the same range of the cumulative distribution, the same random
 number finds it in both: more drafts are accepted than of most likely ones.
@@ -79,7 +82,7 @@ class DraftModel:
         self._model = cast(Model, self.loaded.model)
         self.layers = [m for m in self.loaded.model.modules() if isinstance(m, Attention) and m.is_cached]
         is_plannable = getattr(self._model, "is_plannable", True)
-        plan = runner.backend.plan_steps if is_plannable else _as_it_is
+        plan = runner.backend.for_one_worker().plan_steps if is_plannable else _as_it_is
         self._read, self._predict = plan(self._model), plan(self._compute)
         self._kernel = context.placement.kernels.sampling()
         self._vocab_size = config.hf_config.vocab_size

@@ -148,7 +148,7 @@ class DrafterContext:
     config: EngineConfig
     drafting: Drafting
     placement: Placement
-    """Device, type and kernels."""
+    """Device, type and kernels. Of several workers one drafts, with the whole of a model that drafts."""
     runner: ModelRunner
     """The target: `model`, `backend`, `batch`, `kv_cache`."""
     lengths: Lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -226,6 +227,7 @@ def make_speculation(
 ) -> Speculation:
     """Returns the speculation of a loaded target, with its drafter. Raises ConfigError or ModelLoadError."""
     spec = find_drafter(drafting.method, drafting.drafter_cls)
+    placement = dataclasses.replace(placement, sharding=None)  # a model that drafts is whole
     lengths = AdaptiveLengths(by_depth=spec.has_kv) if drafting.adaptive else FixedLengths()
     context = DrafterContext(config, drafting, placement, runner, lengths)
     drafter = resolve(spec.factory)(context)

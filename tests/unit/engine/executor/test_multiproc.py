@@ -17,9 +17,12 @@ from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
 from quire.engine.executor.multiproc import MultiprocExecutor
 from quire.engine.executor.worker_process import bind_cpus
-from quire.errors import ConfigError, ModelLoadError, ServerError, ValidationError
+from quire.errors import AdapterError, ConfigError, ModelLoadError, ServerError, ValidationError
+from quire.lora_request import LoRARequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.lora import AdapterInfo, AdapterLoad
 from tests.workers_apart import add_rank
 
 
@@ -61,6 +64,7 @@ def test_calls_go_to_all_and_steps_are_answered_by_one(shared: MultiprocExecutor
     assert shared.execute_model(step()) == ModelRunnerOutput(["r"], [[0]])
     assert shared.get_supported_tasks() == ("generate",)
     assert shared.take_draft_token_ids() is None
+    assert (shared.worker_end, shared.take_barrier_wait()) == (WorkerEnd.NONE, 0.0)
     shared.check_health()
 
 
@@ -113,6 +117,55 @@ def test_every_step_on_its_way_has_the_error_of_the_worker_that_failed_also_if_a
         executor.shutdown()
 
 
+def adapter(name: str, id_: int = 1) -> AdapterLoad:
+    return AdapterLoad(LoRARequest(name, id_, "/nowhere"), 0)
+
+
+def test_adapters_are_loaded_by_all_workers_beside_steps(shared: MultiprocExecutor) -> None:
+    """The Futures are done without a call that waits, also those of calls from other threads."""
+    found = list[Future[Any]]()
+    asking = threading.Thread(target=lambda: found.append(shared.load_adapter(adapter("a"))))
+    asking.start()
+    measured = shared.measure_adapter(adapter("b", 2).lora_request)
+    asking.join()
+    assert measured.result(30) == 10 + 11, "all workers' memory"
+    assert found[0].result(30) == AdapterInfo(1, 0, "same", 100 + 101, 4)
+    assert shared.collective_rpc("get_loaded") == [[[1, 0]]] * 2
+    shared.drop_adapter((1, 0))
+    assert shared.collective_rpc("get_loaded") == [[], []], "dropped before the next call"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fail 0", "^rank 0 cannot read it$"),
+        ("fail 1", "^rank 1 cannot read it$"),
+        ("other 1", "the files of adapter 1 were changed while 2 workers read them"),
+    ],
+)
+def test_a_load_that_fails_on_one_worker_leaves_nothing_on_the_others(
+    name: str, message: str, shared: MultiprocExecutor
+) -> None:
+    with pytest.raises(AdapterError, match=message):
+        shared.load_adapter(adapter(name)).result(30)
+    assert shared.collective_rpc("get_loaded") == [[], []]
+    assert shared.execute_model(step()) == ModelRunnerOutput(["r"], [[0]]), "the engine goes on"
+
+
+def test_loads_end_with_a_worker() -> None:
+    executor, failed = make(), threading.Event()
+    executor.register_failure_callback(failed.set)
+    os.kill(pids_of(executor)[1], signal.SIGSTOP)
+    future = executor.load_adapter(adapter("a"))
+    os.kill(pids_of(executor)[1], signal.SIGKILL)
+    with pytest.raises(ServerError, match="a worker of the engine has ended"):
+        future.result(30)
+    assert failed.wait(5)
+    with pytest.raises(ServerError, match="a worker of the engine has ended"):
+        executor.load_adapter(adapter("b")).result(30)
+    executor.shutdown()
+
+
 def test_functions_are_called_by_their_names(shared: MultiprocExecutor) -> None:
     assert shared.collective_rpc(add_rank, args=(10,)) == [10, 11]
     with pytest.raises(ValidationError, match="define it at the top of a module"):
@@ -145,6 +198,7 @@ def test_a_worker_that_dies_in_a_step_ends_it(rank: int) -> None:
     assert failed.wait(5)
     with pytest.raises(ServerError, match=f"worker {rank} was killed by SIGKILL"):
         executor.check_health()
+    assert executor.worker_end is WorkerEnd.KILLED
     pids = pids_of(executor)
     executor.shutdown()
     assert all(map(is_gone, pids))

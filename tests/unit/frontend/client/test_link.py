@@ -16,6 +16,7 @@ from quire.wire.engine_core import (
     FinishReason,
     UtilityOutput,
 )
+from quire.wire.heartbeat import WorkerEnd
 from quire.wire.stats import PrefillStats, SchedulerStats
 
 from .model_core import ABORT, ADD, UTILITY, Driver, expected_tokens, make_ready, make_request
@@ -304,6 +305,16 @@ def test_aborting_the_suspect_on_trial_goes_on_with_the_next() -> None:
     assert sent_ids(driver) == ["a", "b"]
     driver.run()
     assert driver.delivered["b"] == expected_tokens(make_request("b"))
+
+
+def test_workers_that_end_are_counted_by_how() -> None:
+    driver = Driver()
+    for end in (WorkerEnd.KILLED, WorkerEnd.EXITED, WorkerEnd.KILLED, WorkerEnd.NONE):
+        driver.start_core()
+        driver.link.on_death(CoreDeath("crash", "exited with code 1", worker_end=end))
+        driver.core = None
+    found = {name: count for name, count in driver.link.counts.items() if name.startswith("worker_deaths.")}
+    assert found == {"worker_deaths.killed": 2, "worker_deaths.exited": 1}
 
 
 # -- messages that are not what they should be ------------------------------------------------------------------------

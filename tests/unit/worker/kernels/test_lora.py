@@ -164,6 +164,38 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [(5, 40, 3), (48, 33, 70), (16, None, 24)], ids=str)
+def test_outputs_have_the_same_bits_whichever_parts_they_are_computed_with(
+    make_kernels: MakeKernels, ranks: tuple[int | None, ...], dtype: torch.dtype
+) -> None:
+    """Workers that share a layer have different outputs of each part in the blocks of 16."""
+    kernels, k, sizes, rows = make_kernels(1), 64, [40, 24, 20], 35
+    weight, x = randn(1, sum(sizes), k, dtype=dtype), randn(2, rows, k, dtype=dtype)
+    parts = make_parts(ranks, k, sizes, dtype)
+
+    def compute(own: list[Tensor]) -> Tensor:
+        """Returns the outputs `own` of each part."""
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        kernel = kernels.linear(weight[torch.cat([o + s for o, s in zip(own, starts, strict=True)])], None, LOGITS)
+        batch, site = add_site(kernels, kernel, k, [len(o) for o in own], False, dtype)
+        cut = [
+            p and LowRank(p.a, p.b[o], p.scale, None if p.bias is None else p.bias[o])
+            for p, o in zip(parts, own, strict=True)
+        ]
+        shape = LowRankShape(k, tuple(len(o) for o in own), False, dtype)
+        site.install(0, kernels.pack_low_rank(cut, shape))
+        batch.set([0, rows], [0])
+        return kernel(x)
+
+    whole = torch.split(compute([torch.arange(size) for size in sizes]), sizes, dim=1)
+    for own in ([range(20), range(8, 24), range(10)], [range(7, 40), range(3), range(20)], [range(16)] * 3):
+        places = [torch.arange(o.start, o.stop) for o in own]
+        found = torch.split(compute(places), [len(o) for o in own], dim=1)
+        for part, expected, place in zip(found, whole, places, strict=True):
+            assert torch.equal(part.view(torch.int32), expected[:, place].view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_prompt_beside_many_rows(make_kernels: MakeKernels, dtype: torch.dtype) -> None:
     """More rows than go through a panel at once, and than are shrunk at once."""
     k, sizes, rows = 64, [64, 48], 300

@@ -93,9 +93,17 @@ def test_slots_are_used_again_and_dropped_adapters_change_nothing(
     load = AdapterLoad(LoRARequest("b", 2, str(adapters["c"])), 1)  # the next revision of b
     engine.worker.load_adapter(load).result(timeout=30)
     table.begin_step()
-    assert table._installed[(2, 1)][0] == 1
+    assert table.slot_of(new(load.lora_request, revision=1)) == 1
     assert tokens(engine, None) == base
     assert tokens(engine, requests["c"]) == with_adapter["c"]
+
+
+def test_slots_are_given_in_the_order_of_requests(engine: LoRAWorker, adapters: dict[str, Path]) -> None:
+    """Not in that in which a worker has read its part of the adapters: all workers of an engine must agree."""
+    requests = engine.load(adapters)
+    table = table_of(engine)
+    table.begin_step()
+    assert [table.slot_of(new(requests[name])) for name in "cabc"] == [0, 1, 2, 0]
 
 
 def new(request: LoRARequest, revision: int = 0) -> NewRequestData:
@@ -105,7 +113,6 @@ def new(request: LoRARequest, revision: int = 0) -> NewRequestData:
 def test_a_step_may_not_name_what_is_not_loaded(engine: LoRAWorker, adapters: dict[str, Path]) -> None:
     request = engine.load({"a": adapters["a"]})["a"]
     table = table_of(engine)
-    table.begin_step()
     with pytest.raises(AssertionError, match="which is not loaded"):
         table.slot_of(new(request, revision=1))
 
@@ -130,8 +137,8 @@ def test_what_is_dropped_before_a_step_is_freed_at_once(engine: LoRAWorker, adap
         engine.worker.drop_adapter((i, 0))
     assert list(table._arrived) == [(3, 0)]
     table.begin_step()
-    assert list(table._installed) == [(3, 0)]
     assert table.slot_of(new(requests["c"])) == 0
+    assert list(table._installed) == [(3, 0)]
     engine.worker.load_adapter(AdapterLoad(requests["c"], 0)).result(timeout=30)
     engine.worker.drop_adapter((3, 0))  # both the one that is installed and the one that has arrived
     table.begin_step()

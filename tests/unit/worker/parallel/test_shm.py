@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.wire.shared_memory import WORKERS_FILE_BYTES, make_shared_file
+from quire.wire.shared_memory import WORKERS_FILE_BYTES, make_shared_file, read_barrier_wait
 from quire.wire.topology import Group, GroupKind
 from quire.worker.kernels import barrier
 from quire.worker.kernels.barrier import BarrierError
@@ -57,6 +57,8 @@ def test_what_was_written_before_a_barrier_is_read_after_it(make: Make, size: in
     assert in_threads([lambda own=own: work(own) for own in members]) == [True] * size  # type: ignore[misc]
     if not isinstance(members[0]._barrier, barrier.PollingBarrier):
         assert [own.waited()[0] for own in members] == [rounds] * size
+        waited = read_barrier_wait(members[0]._fd, 1, size)
+        assert 0 < waited == pytest.approx(sum(own.waited()[1] for own in members))
 
 
 def test_a_result_is_gathered_by_columns_and_by_rows(make: Make) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.executor.worker_process import StagePipes
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from quire.wire.lora import AdapterLoad
 from quire.wire.ring import WorkerLinks
 from quire.wire.shared_memory import make_workers_file, set_abort_word
 from quire.wire.topology import Topology
@@ -55,9 +57,13 @@ def in_threads(tasks: list[Callable[[], Any]]) -> list[Any]:
 class Run:
     """One worker's steps: prompts in one step, then tokens one by one."""
 
-    def __init__(self, worker: Worker, sampled: list[Future[list[list[int]]]]) -> None:
-        """`sampled` are the tokens of each step, of the worker that samples."""
+    def __init__(
+        self, worker: Worker, sampled: list[Future[list[list[int]]]], adapters: Sequence[LoRARequest] = ()
+    ) -> None:
+        """`sampled` are the tokens of each step, of the worker that samples. The first prompt has no adapter, the
+        others have one each, as many as there are."""
         self.worker, self.logits, self.tokens = worker, list[Tensor](), list[list[list[int]]]()
+        self._adapters = [None, *adapters]
         self._sampled, self._samples = sampled, worker.rank == worker._topology.output_rank
 
     def __call__(self) -> Run:
@@ -83,17 +89,21 @@ class Run:
         groups = [KVCacheGroupSpec([n for n, s in specs.items() if s == kind], kind) for kind in kinds]
         worker.initialize_from_config(KVCacheConfig(NUM_BLOCKS, tensors, groups))
         worker.compile_or_warm_up_model()
+        adapters = [adapter for adapter in self._adapters if adapter is not None]
+        for adapter in adapters[:: 1 if worker.rank % 2 else -1]:  # each worker has read them in an order of its own
+            worker.load_adapter(AdapterLoad(adapter, 0)).result(60)
         params = SamplingParams(temperature=0.7, seed=3, ignore_eos=True)
         new, start = list[NewRequestData](), 1
         for i, prompt in enumerate(PROMPTS):
             count = -(-(len(prompt) + OUTPUT_LEN) // 16)
             blocks = tuple(list(range(start, start + count)) for _ in kinds)
             start += count
-            new.append(NewRequestData(str(i), prompt, blocks, 0, params))
+            adapter = self._adapters[i] if i < len(self._adapters) else None
+            new.append(NewRequestData(str(i), prompt, blocks, 0, params, lora_request=adapter))
         lens = {str(i): len(prompt) for i, prompt in enumerate(PROMPTS)}
         step = SchedulerOutput(new, num_scheduled_tokens=lens, total_num_scheduled_tokens=sum(lens.values()))
         for number in range(OUTPUT_LEN):
-            worker.runner.execute_model(step)
+            worker.execute_model(step)
             pending = worker.runner._pending
             assert pending is not None
             if self._samples:
@@ -111,7 +121,14 @@ class Run:
 
 
 def run_together(
-    path: Path, size: int, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **flags: Any
+    path: Path,
+    size: int,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int = 1,
+    *,
+    adapters: Sequence[LoRARequest] = (),
+    **flags: Any,
 ) -> tuple[Tensor, list[list[list[int]]], list[Worker]]:
     """Returns the logits of each step, the tokens, and the workers of an engine of `stages` times `size` workers."""
     config = EngineArgs(
@@ -122,6 +139,7 @@ def run_together(
         pipeline_parallel_size=stages,
         weight_cache=False,
         device="cpu",
+        enable_lora=bool(adapters),
         **flags,
     ).create_engine_config()
     name = library.instruction_sets()[0]
@@ -130,10 +148,12 @@ def run_together(
     sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
     workers = [Worker(config, rank, links) for rank, links in enumerate(make_links(Topology(tp=size, pp=stages)))]
     try:
-        runs = in_threads([Run(worker, sampled) for worker in workers])
+        runs = in_threads([Run(worker, sampled, adapters) for worker in workers])
     finally:
         for worker in workers:
             close_links(worker._links)
+        for shared in {worker._links.shared_file for worker in workers if worker._links is not None}:
+            os.close(shared)
     last = runs[(stages - 1) * size :]
     assert all(run.tokens == last[0].tokens for run in last), "all workers have the same texts"
     return torch.stack(last[0].logits), last[0].tokens, workers
@@ -155,5 +175,7 @@ def make_links(topology: Topology) -> list[WorkerLinks | None]:
     with StagePipes(topology, 0) as pipes:
         for rank in range(topology.world_size):
             ends = {option[2:]: tuple(map(os.dup, fds)) for option, fds in pipes.ends_of(rank).items()}
-            links.append(join_stages(WorkerOptions(rank, 0, shared, 0, 0, 0, **ends), topology))
+            links.append(join_stages(WorkerOptions(rank, 0, shared, 0, 0, 0, 0, **ends), topology))
+            for ring, *_ in ends.values():  # it is mapped
+                os.close(ring)
     return links

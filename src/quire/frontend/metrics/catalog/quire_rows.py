@@ -184,6 +184,14 @@ LEDGER: tuple[MetricSpec, ...] = (
         samples=lambda facts: labelled(facts.core_restarts),
     ),
     of_ledger(
+        name="worker_deaths",
+        help="Ends of worker processes, after each of which their engine core was started again: by a signal (killed), "
+        "or by themselves (exited).",
+        labels=("cause",),
+        known=each(("killed", "exited")),
+        samples=lambda facts: _split(facts.core_counts, "worker_deaths."),
+    ),
+    of_ledger(
         name="dropped_messages",
         help="Messages of the engine core, or parts of them, that could not be used, by reason.",
         labels=("reason",),
@@ -242,6 +250,13 @@ LEDGER: tuple[MetricSpec, ...] = (
         kind="counter",
         help="Steps without requests that an engine ran because others waited for it.",
         value=lambda stats: stats.num_dummy_batches,
+        prefix=QUIRE,
+    ),
+    of_step(
+        name="barrier_wait_seconds",
+        kind="counter",
+        help="Time that the workers of --tensor-parallel-size have waited for one another, added up over the workers.",
+        value=lambda stats: stats.barrier_wait_seconds,
         prefix=QUIRE,
     ),
     of_ledger(
