@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.frontend.metrics.catalog.quire_rows import HTTP, INFOS, LEDGER, NOT_APPLICABLE, TRANSFERS
+from quire.frontend.metrics.catalog.quire_rows import HTTP, INFOS, LEDGER, NOT_APPLICABLE
 from quire.frontend.metrics.catalog.spec import FAMILIES, TOKENS, VLLM, MetricSpec
+from quire.frontend.metrics.catalog.transfer_rows import TRANSFERS
 from quire.frontend.metrics.catalog.vllm_rows import COUNTERS, ENGINE_GAUGES, HISTOGRAMS, LEGACY, OPERATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

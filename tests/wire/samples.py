@@ -340,7 +340,7 @@ FULL: dict[str, Any] = {
     ),
     "DraftTokenIds": DraftTokenIds(["r"], [[1, 2]], ["r"], 0.25, False),
     "EngineZmqAddresses": ADDRESSES,
-    "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b", True),
+    "ClientAddresses": ClientAddresses(1, "ipc:///a", "ipc:///b", True, "/loads"),
     "ApiLaunch": ApiLaunch(
         2,
         3,

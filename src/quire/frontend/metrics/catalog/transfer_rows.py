@@ -1,0 +1,117 @@
+"""Rows of the transfers of KV blocks: loads, saves, leases, and what a store holds."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from quire.frontend.metrics.catalog.spec import MetricSpec, each, labelled, of_transfers
+
+TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
+SAVE_STATES = ("pinned", "postponed")
+REJECTIONS = ("mac", "truncated", "key", "tokens", "format", "io")
+HELD_STATES = ("loading", "loaded", "pinned", "zombie", "quarantined", "leased")
+
+TRANSFERS: tuple[MetricSpec, ...] = (
+    of_transfers(
+        name="kv_loads",
+        kind="counter",
+        help="Loads of KV blocks that have ended or were given up, by outcome: partial ones brought some blocks.",
+        labels=("outcome",),
+        known=each(TRANSFER_OUTCOMES),
+        samples=lambda transfers: labelled(transfers.num_loads),
+    ),
+    of_transfers(
+        name="kv_loads_begun",
+        kind="counter",
+        help="Loads of KV blocks that were ordered. They are those by outcome, and those in flight.",
+        value=attrgetter("num_loads_begun"),
+    ),
+    of_transfers(
+        name="kv_loads_in_flight",
+        kind="gauge",
+        help="Loads of KV blocks that requests wait for.",
+        value=attrgetter("num_loads_in_flight"),
+    ),
+    of_transfers(
+        name="kv_load_seconds",
+        kind="histogram",
+        help="Seconds that a request waited for a load that brought blocks.",
+        values=attrgetter("load_seconds"),
+        family="time_to_first_token",
+    ),
+    of_transfers(
+        name="kv_records_rejected",
+        kind="counter",
+        help="Records of the store that were read and not used, by reason. mac: damaged, or of another key. key: of "
+        "another block or model.",
+        labels=("reason",),
+        known=each(REJECTIONS),
+        samples=lambda transfers: labelled(transfers.num_rejected_records),
+    ),
+    of_transfers(
+        name="kv_saves_begun",
+        kind="counter",
+        help="KV blocks that were to be saved. They are those that were saved, that were dropped, and that wait.",
+        value=attrgetter("num_saves_begun"),
+    ),
+    of_transfers(
+        name="kv_saves_waiting",
+        kind="gauge",
+        help="KV blocks to be saved, by state. pinned: ordered. postponed: to be offered again, unless they are "
+        "evicted before.",
+        labels=("state",),
+        known=each(SAVE_STATES),
+        samples=lambda transfers: [((state,), transfers.num_waiting_saves.get(state, 0)) for state in SAVE_STATES],
+    ),
+    of_transfers(
+        name="kv_save_lag_seconds",
+        kind="histogram",
+        help="Seconds from the time that a block was computed until it was saved; the oldest block of each save.",
+        values=attrgetter("save_lags"),
+        family="time_to_first_token",
+    ),
+    of_transfers(
+        name="kv_saved_blocks",
+        kind="counter",
+        help="KV blocks that were saved outside the engine.",
+        value=attrgetter("num_saved_blocks"),
+    ),
+    of_transfers(
+        name="kv_saves_dropped",
+        kind="counter",
+        help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed. "
+        "evicted: postponed for too long. present: postponed, and stored meanwhile. full: the store or the disk.",
+        labels=("reason",),
+        known=each(("pins", "evicted", "present", "full", "error")),
+        samples=lambda transfers: labelled(transfers.num_dropped_blocks),
+    ),
+    of_transfers(
+        name="kv_leases",
+        kind="counter",
+        help="Leases of KV blocks to other engines that have ended, by end. broken: the blocks were needed here.",
+        labels=("end",),
+        known=each(("released", "expired", "broken", "error")),
+        samples=lambda transfers: labelled(transfers.num_leases),
+    ),
+    of_transfers(
+        name="kv_held_blocks",
+        kind="gauge",
+        help="References of KV blocks that transfers hold, by state. zombie: of a load that was given up and has not "
+        "ended. quarantined: the same for more than 5 s.",
+        labels=("state",),
+        known=each(HELD_STATES),
+        samples=lambda transfers: [((state,), transfers.num_held_blocks.get(state, 0)) for state in HELD_STATES],
+    ),
+    of_transfers(
+        name="kv_store_blocks",
+        kind="gauge",
+        help="KV blocks of this model in the store, at the last scan.",
+        value=attrgetter("num_stored_blocks"),
+    ),
+    of_transfers(
+        name="kv_store_bytes",
+        kind="gauge",
+        help="Bytes of the store at the last scan, those of other models included.",
+        value=attrgetter("num_stored_bytes"),
+    ),
+)
