@@ -115,6 +115,13 @@ class DPEngineCoreProc(EngineCoreProc):
         finally:
             self._group.leave()  # the way out may take a while, and the others wait for this engine's vote
 
+    def _handle_shutdown(self) -> bool:
+        goes_on = super()._handle_shutdown()
+        waits_for_others = self._group.shares_experts and self._group.is_joining
+        if goes_on and waits_for_others and not self.is_running:  # a step would only forget what has ended
+            return self.scheduler.has_unfinished_requests()
+        return goes_on
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _process_engine_step(self) -> bool:
