@@ -108,6 +108,8 @@ def test_a_core_that_waits_for_another_ends_when_it_is_asked_to(tmp_path: Path, 
     pair.loop.start()
     pair.loop.add("a", max_tokens=1000)
     pair.admit()
+    while not pair.loop.executor.calls.count("sample_tokens"):
+        time.sleep(0.0005)
     pair.other.leave()
     while not pair.core._group.is_joining:
         time.sleep(0.0005)
