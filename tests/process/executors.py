@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from quire.config.engine import EngineConfig
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, ServerError
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_hardware import InFlight
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
+from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start
 
 from .pace import LEISURELY_STEP_S, PACE_FILE
 
@@ -130,3 +132,40 @@ class ManyAdapters(Steady):
 
     adapter_load_s = 0.002
     adapter_bytes = 5_000
+
+
+class Sharing(Steady):
+    """Steps that all engines of a group compute together, of 2 ms. Fails if they are not at the same one."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        parallel = config.parallel_config
+        self._rank, self._size = parallel.engine_index, parallel.data_parallel_size
+        self._words = memoryview(mmap.mmap(parallel.experts_file, EPOCHS_BYTES)).cast("I")
+        self._epoch, self._generation = 0, 0
+        """Epoch 0: this engine is alone."""
+
+    def join_engines(self, epoch: int) -> None:
+        self._epoch, self._generation = epoch, 0
+
+    def _meet(self) -> None:
+        if not self._epoch:
+            return
+        start, self._generation = epoch_start(self._epoch) // 4, self._generation + 1
+        self._words[start + 16 * (1 + self._rank)] = self._generation
+        for rank in range(self._size):
+            while (found := self._words[start + 16 * (1 + rank)]) < self._generation and not self._words[start]:
+                time.sleep(0.0001)
+            if self._words[start]:
+                raise ServerError("another engine has ended")
+            if found > self._generation + 1:
+                raise RuntimeError(f"engine {rank} is at step {found}, and engine {self._rank} at {self._generation}")
+
+    def execute_dummy_batch(self) -> None:
+        self._meet()
+        super().execute_dummy_batch()
+
+    def _execute(self, step: SchedulerOutput) -> InFlight:
+        if step.total_num_scheduled_tokens:
+            self._meet()
+        return super()._execute(step)

@@ -350,7 +350,7 @@ FULL: dict[str, Any] = {
         (b"d" * 32,),
         b"s" * 32,
         1700000000,
-        ClientAddresses(2, "ipc:///a", "ipc:///b", True),
+        ClientAddresses(2, "ipc:///a", "ipc:///b", True, "/tmp/board"),
         7,
         8,
         ("http://0.0.0.0:8000", "http://127.0.0.1:8001"),
@@ -361,7 +361,7 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", CURVE_KEYS
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", 11, CURVE_KEYS
     ),
     "CoordinatorAddresses": COORDINATOR_ADDRESSES,
     "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS),

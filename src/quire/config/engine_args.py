@@ -279,9 +279,12 @@ def _check_transfer(config: EngineConfig) -> None:
 
 
 def _check_parallel(config: EngineConfig) -> None:
-    """Raises ConfigError for what several workers of an engine cannot do together yet."""
-    model, size, drafting = config.model_config, config.parallel_config.world_size, config.speculative_config.drafting
-    if size == 1:
+    """Raises ConfigError for what several workers of an engine, or engines that share experts, cannot do yet."""
+    parallel, model, drafting = config.parallel_config, config.model_config, config.speculative_config.drafting
+    remedy = f"the {parallel.world_size} workers of --tensor-parallel-size and --pipeline-parallel-size"
+    if parallel.shares_experts:
+        remedy = f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size}"
+    elif parallel.world_size == 1:
         return
     why = {
         f"--spec-method {drafting and drafting.method}": drafting is not None
@@ -297,10 +300,7 @@ def _check_parallel(config: EngineConfig) -> None:
     }
     for what, reason in why.items():
         if reason:
-            raise ConfigError(
-                f"{what}: {reason}; leave it out, or the {size} workers of --tensor-parallel-size and "
-                "--pipeline-parallel-size"
-            )
+            raise ConfigError(f"{what}: {reason}; leave it out, or {remedy}")
     if config.parallel_config.pipeline_parallel_size > 1:
         config.parallel_config.layer_partition  # noqa: B018  # raises for what is no list
 

@@ -38,7 +38,10 @@ class ParallelConfig:
         1, "Stages that the layers of the model are divided into.", parse=int, minimum=1, maximum=64, short="-pp"
     )
     enable_expert_parallel: bool = flag(
-        False, "Divide a mixture's experts among the workers, instead of the columns of each.", short="-ep"
+        False,
+        "Divide a mixture's experts among the workers, instead of the columns of each; with engines of one worker each "
+        "(--data-parallel-size), among the engines.",
+        short="-ep",
     )
     expert_placement_strategy: Literal["linear", "round_robin"] = flag(
         "linear",
@@ -110,8 +113,8 @@ class ParallelConfig:
     )
     dp_coordinator: Literal["auto", "always"] = flag(
         "auto",
-        "Whether engines step together: never (auto), or always, for an executor of yours whose steps need all engines "
-        "of the server.",
+        "Whether engines step together: where they share experts (auto), or always, for an executor of yours whose "
+        "steps need all engines of the server.",
         choices=("auto", "always"),
     )
     reroute_any_numerics: bool = flag(
@@ -162,6 +165,8 @@ class ParallelConfig:
 
     engine_index: int = 0
     """Index of the engine: no flag, set where its core starts."""
+    experts_file: int = -1
+    """Descriptor of the file of engines that share experts, -1 for others: no flag, set where the core starts."""
 
     def __post_init__(self) -> None:
         for is_wrong, why in _MISTAKES:
@@ -248,9 +253,14 @@ class ParallelConfig:
         return self.data_parallel_rank or self.data_parallel_start_rank or 0
 
     @property
+    def shares_experts(self) -> bool:
+        """True if each engine has a part of a mixture's experts. With several workers in an engine those share them."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
+
+    @property
     def has_waves(self) -> bool:
         """True if the engines step together."""
-        return self.dp_coordinator == "always" and self.data_parallel_size > 1
+        return (self.dp_coordinator == "always" and self.data_parallel_size > 1) or self.shares_experts
 
     @property
     def executor_backend(self) -> str:
@@ -338,6 +348,21 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
     (
         lambda c: c.dp_coordinator == "always" and not 1 < c.data_parallel_size <= 64,
         "--dp-coordinator always: 2 to 64 engines step together, not {c.data_parallel_size}",
+    ),
+    (
+        lambda c: c.shares_experts and c.num_local_engines != c.data_parallel_size,
+        "--enable-expert-parallel: engines that share experts are those of one server on one machine, and this one has "
+        "{c.num_local_engines} of {c.data_parallel_size}; leave it out: each engine has all experts then",
+    ),
+    (
+        lambda c: c.shares_experts and c.executor_backend == "mp",
+        "--distributed-executor-backend mp: engines that share experts (--enable-expert-parallel) have their worker in "
+        "their own process; leave it out",
+    ),
+    (
+        lambda c: c.shares_experts and c.data_parallel_size > 64,
+        "--enable-expert-parallel: 2 to 64 engines share experts, not {c.data_parallel_size}; leave it out: each has "
+        "all of them then",
     ),
     (
         lambda c: c.nnodes > 1 and c.executor_backend == "ray",

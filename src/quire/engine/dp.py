@@ -2,10 +2,14 @@
 
 The loop of `EngineCoreProc`, with two additions: after a step, or a dummy step, the engine waits until all have agreed
 to go on; and while it waits it serves its queue, so that control calls are answered.
+
+Where the engines share experts, each runs the model once between two agreements. If one of them ends, the others give
+up the step that they are in, keep everything else, and compute it again when that one is back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import time
 from pathlib import Path
@@ -19,6 +23,7 @@ from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.proc import EngineCoreProc
 from quire.engine.request import Request
 from quire.engine.waves import Verdict, WaveEffect, WaveState, WaveTurn
+from quire.errors import ServerError
 from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequestType
 from quire.wire.handshake import COORDINATOR
@@ -45,22 +50,46 @@ class DPEngineCoreProc(EngineCoreProc):
         heartbeat: HeartbeatWriter | None = None,
     ) -> None:
         """Joins the group once everything else is ready: before that, the others do not wait for it."""
-        self._group = DPGroup(group_file, config.parallel_config.engine_index, MAX_RANKS)
+        parallel = config.parallel_config
+        if parallel.shares_experts:
+            size, experts = parallel.data_parallel_size, parallel.experts_file
+            self._group = DPGroup(group_file, parallel.engine_index, size, experts_file=experts)
+        else:
+            self._group = DPGroup(group_file, parallel.engine_index, MAX_RANKS)
         super().__init__(
             config, executor_class, log_stats, include_finished_set=include_finished_set, heartbeat=heartbeat
         )
         self._run_own_step, self.step_fn = self.step_fn, self._run_counted_step
         self._num_dummies = 0
         """Dummy steps since the last report."""
-        self.waves = WaveState(self._group.join())
+        self._epoch = 0
+        """Epoch that the worker has joined."""
+        if self._group.shares_experts:
+            self.heartbeat.least_tokens = config.scheduler_config.max_num_batched_tokens or 0
+            self.lifecycle.keeps_weights = (
+                "engines that share experts (--enable-expert-parallel) keep their weights; restart the server with the "
+                "new ones"
+            )
+        self.waves = WaveState(self._group.join(self._get_fingerprint(config)))
         self.lifecycle.on_pause = self._begin_pause
         self.lifecycle.on_resume = self._end_pause
+
+    def _get_fingerprint(self, config: EngineConfig) -> int:
+        """Returns a digest of what must be the same in all engines that share experts."""
+        scheduler, placement = config.scheduler_config, config.parallel_config.expert_placement_strategy
+        facts = self.ready_response.numerics_id, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, placement
+        return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Returns whether a call of the step would do anything, or the others wait for this engine."""
-        return super().has_work() or (self.is_running and self.waves.is_running)
+        return super().has_work() or (self.waves.is_running and (self.is_running or self._is_needed()))
+
+    def _is_needed(self) -> bool:
+        """Returns whether this engine, which has been asked to end, stays for the steps of the others: as long as they
+        may have to finish their requests."""
+        return self._group.shares_experts and not self._ends_now and time.monotonic() < self._drain_end
 
     def is_blocked(self) -> bool:
         return not self.waves.is_running and super().is_blocked()
@@ -75,6 +104,8 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def take_news(self) -> None:
         super().take_news()
+        if self._group.is_lost and not self.waves.is_paused:
+            self._group.rejoin()
         if self._group.is_joining and (agreement := self._group.poll()) is not None:
             self._follow(agreement)  # it was admitted while it was idle
 
@@ -84,6 +115,13 @@ class DPEngineCoreProc(EngineCoreProc):
         finally:
             self._group.leave()  # the way out may take a while, and the others wait for this engine's vote
 
+    def _handle_shutdown(self) -> bool:
+        goes_on = super()._handle_shutdown()
+        waits_for_others = self._group.shares_experts and self._group.is_joining
+        if goes_on and waits_for_others and not self.is_running:  # a step would only forget what has ended
+            return self.scheduler.has_unfinished_requests()
+        return goes_on
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _process_engine_step(self) -> bool:
@@ -92,9 +130,18 @@ class DPEngineCoreProc(EngineCoreProc):
         if self.waves.is_running and self._group.is_joining:
             self._agree()
             return False
-        executed = super()._process_engine_step()
+        try:
+            executed = super()._process_engine_step()
+            if self.waves.is_running:
+                self._take(self.waves.on_step(executed, self.lifecycle.is_sleeping()))
+        except ServerError:
+            if not self._group.is_lost:
+                raise
+            logger.warning("another engine has ended: this step is computed again when its experts are back")
+            self.heartbeat.idle()
+            self._group.rejoin()
+            return False
         if self.waves.is_running:
-            self._take(self.waves.on_step(executed, self.lifecycle.is_sleeping()))
             self._agree()
         return executed
 
@@ -105,6 +152,9 @@ class DPEngineCoreProc(EngineCoreProc):
         while (agreement := self._group.poll()) is None:
             if not self._handle_shutdown():
                 return
+            if self._group.is_lost:
+                self._group.rejoin()
+                self._group.enter(self.waves.vote(self._has_own_work()))
             self._check_threads()
             try:
                 item = self.input_queue.get(timeout=wait_s)
@@ -120,6 +170,10 @@ class DPEngineCoreProc(EngineCoreProc):
         self._follow(agreement)
 
     def _follow(self, agreement: Agreement) -> None:
+        if self._group.shares_experts and self._group.epoch != self._epoch:
+            self._epoch = self._group.epoch
+            self._group.watch(self.wake)
+            self.executor.collective_rpc("join_engines", args=(self._epoch,))
         self._take(self.waves.on_verdict(agreement.verdict, agreement.wave, self._has_own_work()))
         if agreement.verdict is Verdict.PAUSE and not self.waves.is_paused:
             self._group.rejoin()  # it was resumed before it learnt of the pause

@@ -15,6 +15,10 @@ An engine that joins takes part from the next agreement on, whether it waits for
 member, those that wait decide. Engines that are paused do not vote: until they are back nothing is decided but that
 further ones pause. A rank holds a lock file as long as it lives, by which the others notice its death: it is missed for
 `LOOK_S` at most, and one that is started again disturbs none of them.
+
+A group that shares experts is different, because none of its ranks can step without the others. It decides with all
+ranks only. The time from the agreement that admits them, together, until one leaves, dies or joins is an epoch, with
+barriers of its own, which fail when it has ended. The others then join again, and wait for the one that is missing.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,16 +35,17 @@ from typing import NamedTuple
 
 from quire.engine.waves import Verdict, Vote, agree
 from quire.errors import ConfigError
-from quire.wire.shared_memory import GROUP_PAGE_BYTES
+from quire.wire.shared_memory import GROUP_PAGE_BYTES, begin_epoch, end_epoch, has_epoch_ended
 
 MAX_RANKS = 64
 LOOK_S = 0.02
 """Interval at which ranks that keep others waiting are checked for their deaths."""
-_VERDICTS, _WAVES, _NUM_RANKS = 0, 2, 4
-"""Words of the page: the last two verdicts (4 * number + verdict), the waves after them, and the highest rank + 1."""
-_FIRST_PLACE, _PLACE_WORDS = 8, 4
-_STANDING, _VOTES = 0, 1
-"""Words of a rank's place."""
+_VERDICTS, _WAVES, _NUM_RANKS, _EPOCH = 0, 2, 4, 5
+"""Words of the page: the last two verdicts (4 * number + verdict), the waves after them, the highest rank + 1, and the
+number of the last epoch."""
+_FIRST_PLACE, _PLACE_WORDS = 8, 8
+_STANDING, _VOTES, _LIFE, _FINGERPRINT = 0, 1, 3, 4
+"""Words of a rank's place. The last two: how often it was started, and what decides the bits of its steps."""
 _ABSENT, _JOINING, _PAUSED, _MEMBER = 0, 1, 2, 3
 """Standings; `_MEMBER` + n: member since agreement n."""
 _HAS_WORK, _IS_PAUSING, _FLAGS = 1, 2, 4
@@ -57,14 +63,23 @@ class DPGroup:
     """The group, as one rank takes part in it. Belongs to one thread.
 
     `join` first. Then, for each agreement: `enter`, and `poll` until it returns the agreement. While this rank
-    `is_joining`, it may enter as often as its vote changes, and polls when it is idle, too. `leave` at the end.
+    `is_joining`, it may enter as often as its vote changes, and polls when it is idle, too. `leave` at the end. If
+    experts are shared, `rejoin` as soon as `is_lost`.
     """
 
-    def __init__(self, path: Path, rank: int, size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Opens the page. Raises ConfigError for a rank that cannot be, OSError for a page that cannot be opened."""
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        size: int,
+        clock: Callable[[], float] = time.monotonic,
+        experts_file: int | None = None,
+    ) -> None:
+        """Opens the page. `experts_file`: that of a group of `size` ranks which share experts; None: they do not, and
+        `size` is a limit. Raises ConfigError for a rank that cannot be, OSError for a page that cannot be opened."""
         if not (1 < size <= MAX_RANKS and 0 <= rank < size):
             raise ConfigError(f"engine {rank} of {size} cannot be in a group: one has 2 to {MAX_RANKS} engines")
-        self._path, self._rank, self._clock = path, rank, clock
+        self._path, self._rank, self._clock, self._size, self._experts = path, rank, clock, size, experts_file
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, GROUP_PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
@@ -74,23 +89,70 @@ class DPGroup:
         self.is_joining = True
         """True until this rank has seen the agreement that admits it, and after a pause."""
         self._next_look = 0.0
+        self.epoch = 0
+        """Number of the epoch that this rank was admitted to last."""
+        self._watches: dict[int, _LifeWatch] = {}
 
-    def join(self) -> int:
-        """Takes this rank's place. Returns the wave of the group."""
+    def join(self, fingerprint: int = 0) -> int:
+        """Takes this rank's place. Returns the wave of the group. `fingerprint`, 64 bits, is the same in ranks that can
+        share experts: ConfigError if that of another rank differs."""
         self._life = os.open(self._life_file(self._rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._life, fcntl.LOCK_EX)
         with self._locked():
             self._words[_NUM_RANKS] = max(self._words[_NUM_RANKS], self._rank + 1)
+            place = self._place(self._rank)
+            self._words[place + _LIFE] += 1
+            self._words[place + _FINGERPRINT] = fingerprint
+            self._remove_dead()
+            for rank in self._standings():
+                if rank != self._rank and self._words[self._place(rank) + _FINGERPRINT] != fingerprint:
+                    raise ConfigError(
+                        f"engine {self._rank} cannot share experts with engine {rank}: the weights, or what else "
+                        "decides the bits of a step, have changed since that was started; restart the server"
+                    )
         return self.rejoin()
 
     def rejoin(self) -> int:
-        """Joins again after a pause. Returns the wave of the group."""
+        """Joins again after a pause, or where the epoch has ended. Returns the wave of the group."""
         with self._locked():
+            self._end_epoch()
             place = self._place(self._rank)
             self._words[place + _VOTES] = self._words[place + _VOTES + 1] = 0
             self._words[place + _STANDING] = _JOINING
             self.is_joining = True
             return self.wave
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if no rank can step without the others."""
+        return self._experts is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """True if this rank takes part in an epoch that has ended: no step of it can succeed any more."""
+        is_member = self._file >= 0 and not self.is_joining
+        return self._experts is not None and is_member and has_epoch_ended(self._experts, self.epoch)
+
+    def _end_epoch(self) -> None:
+        if self._experts is not None and self._words[_EPOCH]:
+            end_epoch(self._experts, self._words[_EPOCH])
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Ends this rank's epoch as soon as the process of another rank of it ends, and then calls `on_death` on
+        another thread."""
+        for rank in range(self._size):
+            life = int(self._words[self._place(rank) + _LIFE])
+            known = self._watches.get(rank)
+            if rank != self._rank and (known is None or known.life != life):
+                self._watches[rank] = watch = _LifeWatch(self._life_file(rank), life, self._note_death, on_death)
+                watch.start()
+
+    def _note_death(self, rank_file: Path, life: int) -> None:
+        """Ends the epoch, unless the rank was started again: then it has ended it. Called on another thread."""
+        rank = int(rank_file.name.rpartition("-")[2])
+        with contextlib.suppress(ValueError):  # this rank has left
+            if self._experts is not None and self._words[self._place(rank) + _LIFE] == life:
+                end_epoch(self._experts, self.epoch)
 
     @property
     def wave(self) -> int:
@@ -113,7 +175,7 @@ class DPGroup:
         if self.is_joining:
             since = self._words[self._place(self._rank) + _STANDING]
             if since >= _MEMBER:
-                self.is_joining, self._number = False, since - _MEMBER
+                self.is_joining, self._number, self.epoch = False, since - _MEMBER, int(self._words[_EPOCH])
         if not self.is_joining and (agreement := self._read_verdict(self._number)) is not None:
             return self._take(agreement)
         if self.is_joining and not self._words[self._place(self._rank) + _VOTES]:
@@ -136,6 +198,7 @@ class DPGroup:
         if self._file < 0:
             return
         with self._locked():
+            self._end_epoch()
             self._words[self._place(self._rank) + _STANDING] = _ABSENT
         self._words.release()
         self._memory.close()
@@ -143,6 +206,7 @@ class DPGroup:
             if file >= 0:
                 os.close(file)
         self._life = self._file = -1
+        self.is_joining = False
 
     # -- the page -----------------------------------------------------------------------------------------------------
 
@@ -179,7 +243,12 @@ class DPGroup:
         """Returns the votes in an agreement, None for ranks that join and are idle. Returns nothing if one of a member
         is missing, or if there is none at all."""
         votes: dict[int, Vote | None] = {}
-        for rank, standing in self._standings().items():
+        standings = self._standings()
+        if self._experts is not None:
+            are_members = {standing >= _MEMBER for standing in standings.values() if standing != _PAUSED}
+            if len(standings) < self._size or len(are_members) > 1:
+                return {}
+        for rank, standing in standings.items():
             place = self._place(rank)
             if standing >= _MEMBER:
                 word = self._words[place + _VOTES + number % 2]
@@ -213,6 +282,9 @@ class DPGroup:
         verdict = agree((vote or Vote(False, False) for vote in votes.values()), any_paused)
         if verdict is None:
             return
+        if self._experts is not None and _JOINING in standings.values():
+            self._words[_EPOCH] += 1
+            begin_epoch(self._experts, self._words[_EPOCH])
         self._words[_WAVES + number % 2] = wave + (verdict is not Verdict.GO and not any_paused)
         self._words[_VERDICTS + number % 2] = number * _FLAGS | verdict
         for rank in votes:
@@ -223,6 +295,7 @@ class DPGroup:
         """Removes ranks whose processes have ended. Called with the lock."""
         for rank in self._standings():
             if rank != self._rank and self._is_dead(rank):
+                self._end_epoch()
                 self._words[self._place(rank) + _STANDING] = _ABSENT
 
     def _is_dead(self, rank: int) -> bool:
@@ -237,3 +310,21 @@ class DPGroup:
         finally:
             os.close(file)
         return True
+
+
+class _LifeWatch(threading.Thread):
+    """Waits for the end of a rank's process, which releases its lock file."""
+
+    def __init__(self, path: Path, life: int, note: Callable[[Path, int], None], on_death: Callable[[], None]) -> None:
+        super().__init__(name="LifeWatch", daemon=True)
+        self._path, self.life, self._note, self._on_death = path, life, note, on_death
+
+    def run(self) -> None:
+        """Runs the thread."""
+        file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            self._note(self._path, self.life)
+        finally:
+            os.close(file)
+        self._on_death()

@@ -56,6 +56,8 @@ class HeartbeatWriter:
         """Tokens of the last step."""
         self._draft_s = 0.0
         """Duration of drafting, as `StepTimes` has those of steps."""
+        self.least_tokens = 0
+        """Tokens that every step is taken to have at least, where it may wait for the steps of other engines."""
         self._stop_listening: Callable[[], None] | None = None
 
     def starting(self) -> None:
@@ -114,7 +116,7 @@ class HeartbeatWriter:
         if self._page is not None:
             self._started = num_tokens, time.monotonic()
             self._num_tokens = max(num_tokens, 1)
-            self._page.begin_step(request_ids, self._times.predict(num_tokens))
+            self._page.begin_step(request_ids, self._times.predict(max(num_tokens, self.least_tokens)))
 
     def update(self) -> None:
         """Marks the arrival of the executor's result, and records how long it took."""

@@ -77,6 +77,8 @@ class Lifecycle:
         self._released: set[str] = set()
         """Which of KV_CACHE and WEIGHTS are released."""
         self._weight_version = "0"
+        self.keeps_weights = ""
+        """Reason why this engine takes no new weights; empty: it does."""
 
     # -- pause -----------------------------------------------------------------------------------------------------
 
@@ -238,6 +240,8 @@ class Lifecycle:
         fails later, the old weights are read again, and the error is raised. If that fails too, the engine sleeps until
         `wake_up` can read its weights.
         """
+        if self.keeps_weights:
+            raise ClientError(self.keeps_weights)
         self._executor.collective_rpc("check_weights", args=(path,))
         with InterruptShield() as shield:
             self._finish_steps()

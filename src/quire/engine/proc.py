@@ -477,7 +477,9 @@ def _make_core(metadata: EngineHandshakeMetadata, engine_index: int) -> EngineCo
     heartbeat = HeartbeatWriter(page)
     heartbeat.starting()
     config = decode_config(metadata.engine_config)
-    parallel = dataclasses.replace(config.parallel_config, engine_index=engine_index)
+    parallel = dataclasses.replace(
+        config.parallel_config, engine_index=engine_index, experts_file=metadata.experts_file
+    )
     config = of_incarnation(dataclasses.replace(config, parallel_config=parallel), metadata.incarnation)
     if config.parallel_config.data_parallel_size > 1:
         set_process_title(f"EngineCore_DP{engine_index}")

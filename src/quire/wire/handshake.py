@@ -113,6 +113,8 @@ class EngineHandshakeMetadata(msgspec.Struct):
     """True: this core must not speculate."""
     group_file: str | None = None
     """Page of the engines that this one steps together with (`DPGroup`); None for an independent engine."""
+    experts_file: int = -1
+    """Descriptor that the core has inherited, of the file of engines that share experts; -1: they share none."""
     curve: CurveKeys | None = None
     """The core's keys for network addresses; None: there are none."""
 

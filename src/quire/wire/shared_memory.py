@@ -1,5 +1,5 @@
 """Files that processes share: without a name, by inheriting their descriptors, and the page of engines that step
-together; and the abort word of workers."""
+together; and the abort words of workers, and of engines that share experts."""
 
 from __future__ import annotations
 
@@ -52,10 +52,41 @@ def read_barrier_wait(fd: int, num_stages: int, group_size: int) -> float:
     return total / 1e9
 
 
-GROUP_PAGE_BYTES = 1 << 12
+GROUP_PAGE_BYTES = 1 << 13
 
 
 def make_group_file(path: Path) -> None:
     """Makes the page of a group without members (`engine/dp_group.py`)."""
     path.write_bytes(bytes(GROUP_PAGE_BYTES))
     path.chmod(0o600)
+
+
+EPOCH_BYTES, _NUM_EPOCHS = 1 << 13, 8
+EPOCHS_BYTES = _NUM_EPOCHS * EPOCH_BYTES
+"""Beginning of the file of engines that share experts: the words of their barriers. Each epoch of the group, from the
+time that all engines are there to the first that is not, has words of its own; buffers follow."""
+
+
+def make_experts_file() -> int:
+    """Returns the descriptor of a new file for engines that share experts. Raises OSError."""
+    return make_shared_file(WORKERS_FILE_BYTES)
+
+
+def epoch_start(epoch: int) -> int:
+    """Returns where the words of an epoch are, the abort word first."""
+    return epoch % _NUM_EPOCHS * EPOCH_BYTES
+
+
+def begin_epoch(fd: int, epoch: int) -> None:
+    """Clears the words of an epoch. No engine may use them yet."""
+    os.pwrite(fd, bytes(EPOCH_BYTES), epoch_start(epoch))
+
+
+def end_epoch(fd: int, epoch: int) -> None:
+    """Makes every barrier of an epoch fail."""
+    os.pwrite(fd, (1).to_bytes(4, sys.byteorder), epoch_start(epoch))
+
+
+def has_epoch_ended(fd: int, epoch: int) -> bool:
+    """Returns whether an epoch has ended."""
+    return os.pread(fd, 4, epoch_start(epoch)) != bytes(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,10 @@ from quire.worker.loader.shards import Sharding
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
+from quire.worker.parallel.collectives import Collectives
 from quire.worker.parallel.fingerprint import digest_weights, make_numerics_id
 from quire.worker.parallel.plan import Stage
+from quire.worker.parallel.pool import ExpertsPool, PooledRunner
 from quire.worker.parallel.shm import ShmCollectives
 from quire.worker.parallel.stages import StageRunner
 from quire.worker.parallel.tokens import TokenExchange
@@ -61,8 +64,8 @@ class Worker:
         self.config = config
         self.rank = rank
         self._links = links
-        self._collectives: ShmCollectives | None = None
-        """None: no other worker shares its layers."""
+        self._sharding: Sharding | None = None
+        """Its part of a model; None: all."""
         self.max_model_len = config.model_config.model_len
         self._runner: ModelRunner | None = None
         self._speculation: Speculation | None = None
@@ -88,8 +91,12 @@ class Worker:
         self.kernels = choose_kernels(self.device, self.dtype, torch.get_num_threads())
         if self._links is not None and self.device.type != "cpu":
             raise ConfigError("several workers of an engine need a CPU so far; use --device cpu")
-        if self.group.size > 1:
-            self._collectives = self._join_others()
+        parallel = self.config.parallel_config
+        if self._links is not None or parallel.shares_experts:
+            collectives = self._join_others() if self.group.size > 1 else None
+            pool = self._make_pool() if parallel.shares_experts else None
+            experts = parallel.expert_placement_strategy if parallel.enable_expert_parallel else None
+            self._sharding = Sharding(collectives, self._stage, experts, pool)
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
         names = self.kernels.name, self.backend.name
         logger.info("worker: device %s, %s, %s kernels, %s attention", self.device, self.dtype, *names)
@@ -103,14 +110,50 @@ class Worker:
         name = self.config.cache_config.cache_dtype
         return self.dtype if name == "auto" else cast("torch.dtype", getattr(torch, name))
 
+    @property
+    def _collectives(self) -> Collectives | None:
+        """None: no other worker shares its layers."""
+        return None if self._sharding is None else self._sharding.collectives
+
+    @property
+    def _pool(self) -> ExpertsPool | None:
+        """None: no other engine shares its experts."""
+        return None if self._sharding is None else self._sharding.pool
+
     def _join_others(self) -> ShmCollectives:
         """Returns the collectives of this worker and those beside it."""
         assert self._links is not None, "an executor of several workers gives them links"
-        scheduler, threads = self.config.scheduler_config, torch.get_num_threads() * self._num_workers
-        rows = max(scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs or 0)
         start = 0 if self._stage is None else self._stage.index * WORKERS_FILE_BYTES
-        file = self._links.shared_file
+        file, rows, threads = self._links.shared_file, self._max_rows, self._num_threads
         return ShmCollectives(file, self.group, self.kernels, rows, num_threads=threads, start=start)
+
+    def _make_pool(self) -> ExpertsPool:
+        """Returns the experts of all engines, as this one sees them. Raises ConfigError where they cannot be shared."""
+        parallel = self.config.parallel_config
+        if self.device.type != "cpu":
+            raise ConfigError("engines that share experts (--enable-expert-parallel) need a CPU so far; --device cpu")
+        if parallel.experts_file < 0:
+            raise ConfigError("--enable-expert-parallel: this engine was started without the others of its group")
+        topology = Topology(dp=parallel.data_parallel_size, expert_parallel=True)
+        group = topology.group(GroupKind.EXPERT, parallel.engine_index)
+        file, rows, threads = parallel.experts_file, self._max_rows, self._num_threads
+        return ExpertsPool(file, group, self.kernels, rows, num_threads=threads)
+
+    def join_engines(self, epoch: int) -> None:
+        """Computes the steps that follow with all engines that share experts: they are in this epoch of their group."""
+        assert self._pool is not None, "the engine shares experts"
+        self._pool.join(epoch)
+
+    @property
+    def _max_rows(self) -> int:
+        """Tokens of the largest step."""
+        scheduler = self.config.scheduler_config
+        return max(scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs or 0)
+
+    @property
+    def _num_threads(self) -> int:
+        """Threads of all workers on this machine."""
+        return torch.get_num_threads() * self._num_workers
 
     @property
     def _num_workers(self) -> int:
@@ -152,10 +195,7 @@ class Worker:
         assert scheduler.max_num_seqs is not None, "EngineArgs fills it in"
         assert scheduler.max_num_batched_tokens is not None, "EngineArgs fills it in"
         stage = self._stage
-        parallel = self.config.parallel_config
-        experts = parallel.expert_placement_strategy if parallel.enable_expert_parallel else None
-        sharding = None if self._links is None else Sharding(self._collectives, stage, experts)
-        placement = Placement(self.device, self.dtype, self.kernels, sharding)
+        placement = Placement(self.device, self.dtype, self.kernels, self._sharding)
         loaded = load_weights(model, self.config.load_config, placement)
         if model.enable_prompt_embeds and not getattr(loaded.model, "takes_prompt_embeds", False):
             raise ConfigError(
@@ -164,7 +204,11 @@ class Worker:
             )
         self.loaded = [loaded]
         """The target, and the drafter if it is a model."""
-        make = ModelRunner if stage is None or self._links is None else partial(StageRunner, stage, self._links)
+        make: Callable[..., ModelRunner] = ModelRunner
+        if self._pool is not None:
+            make = partial(PooledRunner, self._pool)
+        elif stage is not None and self._links is not None:
+            make = partial(StageRunner, stage, self._links)
         self._runner = make(
             loaded.model,
             self.backend,
@@ -239,6 +283,8 @@ class Worker:
         mapped_bytes = sum(model.cache.mapped_bytes for model in self.loaded)  # the system counts them as free
         if self._collectives is not None:  # not taken before the first large step
             mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
+        if self._pool is not None:
+            mapped_bytes += self._pool.num_bytes
         free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
         return self._share_of(host.cpu_kv_cache_bytes(free, useful))
 
@@ -445,8 +491,9 @@ class Worker:
             for model in self.loaded:
                 model.cache.close()
         self._runner = self._speculation = self._adapters = None
-        if self._collectives is not None:
-            self._collectives.close()
+        for shared in (self._collectives, self._pool):
+            if shared is not None:
+                shared.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -28,6 +28,7 @@ SHORT = {
     "-n": "nnodes",
     "-r": "node_rank",
 }
+EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "--data-parallel-size-local 3 is more than"),
     ({"data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, "exclude one another"),
@@ -55,6 +56,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"headless": True}, "give --fleet-key FILE on each"),
     ({"headless": True, "fleet_key": "k", "engine_host": "::1"}, "--engine-host ::1 is for engines of this machine"),
     ({"data_parallel_rpc_port": 65534}, "65534 is the first of three ports"),
+    (EXPERTS | {"data_parallel_rank": 1}, "those of one server on one machine, and this one has 1 of 2"),
+    (EXPERTS | {"data_parallel_backend": "ray"}, "those of one server on one machine, and this one has 0 of 2"),
+    (EXPERTS | {"distributed_executor_backend": "mp"}, "have their worker in their own process; leave it out"),
+    (EXPERTS | {"data_parallel_size": 65}, "2 to 64 engines share experts, not 65"),
 ]
 
 
@@ -73,6 +78,15 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         assert remedy
     with pytest.raises(ConfigError, match=r"--nnodes 2 is not supported yet: .*; start an engine on each"):
         ParallelConfig(nnodes=2, tensor_parallel_size=2)
+
+
+def test_engines_of_one_worker_share_experts_and_step_together() -> None:
+    assert ParallelConfig(**EXPERTS).shares_experts
+    assert ParallelConfig(**EXPERTS).has_waves
+    for fields in ({"data_parallel_size": 1}, {"tensor_parallel_size": 2}, {"enable_expert_parallel": False}):
+        config = ParallelConfig(**EXPERTS | fields)
+        assert not config.shares_experts
+        assert not config.has_waves
 
 
 def test_short_names() -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quire.engine import dp_group
 from quire.engine.dp_group import LOOK_S, Agreement, DPGroup
 from quire.engine.waves import Verdict, Vote
 from quire.errors import ConfigError
-from quire.wire.shared_memory import make_group_file
+from quire.wire.shared_memory import has_epoch_ended, make_experts_file, make_group_file
 
 WORK, NONE, PAUSING = Vote(True, False), Vote(False, False), Vote(False, True)
 
@@ -32,14 +33,14 @@ class Clock:
 class Group:
     """Some ranks of one page."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path / "group"
+    def __init__(self, path: Path, size: int, experts_file: int | None = None) -> None:
+        self.path, self.experts_file = path / "group", experts_file
         make_group_file(self.path)
         self.clock = Clock()
         self.ranks = [self.start(rank, size) for rank in range(size)]
 
     def start(self, rank: int, size: int) -> DPGroup:
-        group = DPGroup(self.path, rank, size, self.clock)
+        group = DPGroup(self.path, rank, size, self.clock, self.experts_file)
         group.join()
         return group
 
@@ -120,6 +121,66 @@ def test_one_that_died_while_it_decided_leaves_the_rest_able_to_join(
     group.ranks[1]._words[place] = dp_group._JOINING
     assert group.ranks[0].poll() == Agreement(Verdict.GO, 0)
     assert group.agree(NONE, WORK) == [Agreement(Verdict.GO, 0)] * 2
+
+
+def test_ranks_that_share_experts_go_on_with_all_only(tmp_path: Path) -> None:
+    group = Group(tmp_path, 3, make_experts_file())
+    assert group.agree(WORK, None, NONE) == [Agreement(Verdict.GO, 0)] * 3
+    assert [rank.epoch for rank in group.ranks] == [1] * 3
+    assert group.agree(WORK, WORK, WORK) == [Agreement(Verdict.GO, 0)] * 3
+    dead = threading.Semaphore(0)
+    for rank in group.ranks[:2]:
+        rank.watch(dead.release)
+    group.kill(2)
+    assert dead.acquire(timeout=60)
+    assert dead.acquire(timeout=60)
+    assert [rank.is_lost for rank in group.ranks[:2]] == [True, True]
+    group.ranks[0].rejoin()
+    assert group.agree(WORK, None, None) == [None] * 3
+    group.ranks[2] = group.start(2, 3)
+    assert group.agree(WORK, None, WORK) == [None] * 3, "rank 1 has not seen yet that it is lost"
+    group.ranks[1].rejoin()
+    assert group.agree(WORK, None, WORK) == [Agreement(Verdict.GO, 0)] * 3
+    assert [rank.epoch for rank in group.ranks] == [2] * 3
+    assert not any(rank.is_lost for rank in group.ranks)
+
+
+def test_an_epoch_ends_when_a_rank_leaves_or_is_started_again_unseen(tmp_path: Path) -> None:
+    fd = make_experts_file()
+    group = Group(tmp_path, 2, fd)
+    group.agree(WORK, NONE)
+    group.kill(1)
+    group.ranks[1] = group.start(1, 2)
+    assert group.ranks[0].is_lost
+    group.ranks[0].rejoin()
+    group.agree(WORK, NONE)
+    assert not has_epoch_ended(fd, 2)
+    group.ranks[1].leave()
+    assert group.ranks[0].is_lost
+    assert not group.ranks[1].is_lost
+    group.ranks[0].leave()
+
+
+def test_ranks_that_share_experts_pause_and_go_on_together(tmp_path: Path) -> None:
+    group = Group(tmp_path, 2, make_experts_file())
+    group.agree(WORK, NONE)
+    assert group.agree(PAUSING, PAUSING) == [Agreement(Verdict.PAUSE, 1)] * 2
+    group.kill(1)
+    group.ranks[1] = group.start(1, 2)
+    assert group.agree(None, PAUSING) == [None, Agreement(Verdict.PAUSE, 1)]
+    group.ranks[0].rejoin()
+    assert group.agree(WORK, None) == [None, None]
+    group.ranks[1].rejoin()
+    assert group.agree(WORK, None) == [Agreement(Verdict.GO, 1)] * 2
+    assert not group.ranks[0].is_lost
+
+
+def test_a_rank_with_other_weights_is_refused(tmp_path: Path) -> None:
+    group = Group(tmp_path, 2, make_experts_file())
+    group.kill(1)
+    other = DPGroup(group.path, 1, 2, group.clock, group.experts_file)
+    with pytest.raises(ConfigError, match=r"engine 1 cannot share experts with engine 0: .* restart the server"):
+        other.join(5)
 
 
 def test_ranks_that_cannot_be(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from quire.config.engine import LifecycleConfig
+from quire.config.parallel import ParallelConfig
 from quire.engine.heartbeat import UTILITY_S, HeartbeatWriter
 from quire.engine.intake import ClientLink, RefusedRequest, UtilityCall
 from quire.engine.proc import EngineCoreProc, EngineShutdownState, StopSignals
@@ -56,11 +57,15 @@ class Loop:
         *,
         shutdown_timeout: float = 0.0,
         heartbeat: HeartbeatWriter | None = None,
+        make: Callable[..., EngineCoreProc] = EngineCoreProc,
+        parallel: ParallelConfig | None = None,
         **config: Any,
     ) -> None:
-        lifecycle = LifecycleConfig(shutdown_timeout=shutdown_timeout)
-        engine_config = replace(make_config(**config), lifecycle_config=lifecycle)
-        self.core = EngineCoreProc(engine_config, executor_class, False, heartbeat=heartbeat)
+        parts: dict[str, Any] = {"lifecycle_config": LifecycleConfig(shutdown_timeout=shutdown_timeout)}
+        if parallel is not None:
+            parts["parallel_config"] = parallel
+        engine_config = replace(make_config(**config), **parts)
+        self.core = make(engine_config, executor_class, False, heartbeat=heartbeat)
         assert isinstance(self.core.executor, ScriptedExecutor)
         self.executor = self.core.executor
         self.thread = threading.Thread(target=self._run, daemon=True)

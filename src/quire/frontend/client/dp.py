@@ -103,13 +103,16 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     async def restart_engine(self, engine: int, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
         """Ends the core of an engine in good order and starts another in its place; requests go on elsewhere meanwhile.
 
-        With one engine they wait. Raises ServerError if no core comes up: the requests of others go on.
+        With one engine they wait. Raises ServerError if no core comes up: the requests of others go on. Raises
+        ClientError if engines share experts.
         """
+        self._check_independent("restarted")
         async with self._one_operation():
             await self._restart(engine, mode, timeout_s)
 
     async def restart_engines(self, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
         """Restarts all engines, one after the other. Raises as `restart_engine`: a failed start ends the roll."""
+        self._check_independent("restarted")
         async with self._one_operation():
             for engine in sorted(self._link_thread.links.links):
                 supervisor = self.resources.supervisor_of(engine)
@@ -155,6 +158,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
                 param="new_data_parallel_size",
                 value=num_engines,
             )
+        self._check_independent("added or removed")
         if self.resources.launcher is None or not self.resources.launcher.may_scale:
             raise ClientError(
                 "this server has a part of the engines (--data-parallel-hybrid-lb), or some are on other machines: "
@@ -171,8 +175,10 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
                 self.is_scaling = False
 
     async def remove_engine(self, engine: int) -> None:
-        """Removes an engine for good; its requests move first. Raises ClientError for the last one."""
+        """Removes an engine for good; its requests move first. Raises ClientError for the last one, and if engines
+        share experts."""
         self._check_engine(engine)
+        self._check_independent("removed")
         if len(self._link_thread.links.links) == 1:
             raise ClientError(f"engine {engine} is the last one: end the server instead")
         if engine not in self.resources.supervisors:
@@ -219,6 +225,14 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         known = self._link_thread.links.links
         if engine not in known:
             raise NotFoundError(f"there is no engine {engine}; there are {', '.join(map(str, known))}")
+
+    def _check_independent(self, what: str) -> None:
+        launcher = self.resources.launcher
+        if launcher is not None and launcher.shares_experts:
+            raise ClientError(
+                f"engines that share experts (--enable-expert-parallel) cannot be {what} one by one, because none "
+                "steps without the others; restart the server"
+            )
 
     @contextlib.asynccontextmanager
     async def _one_operation(self) -> AsyncIterator[None]:

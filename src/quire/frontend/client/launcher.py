@@ -6,6 +6,7 @@ more engine needs no further socket of the client, only a handshake of its own.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreReadyResponse
 from quire.wire.handshake import ClientAddresses, CoordinatorAddresses, EngineZmqAddresses
 from quire.wire.nodes import derive_keys, network_addresses, read_fleet_key
-from quire.wire.shared_memory import make_group_file
+from quire.wire.shared_memory import make_experts_file, make_group_file
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
 
 logger = init_logger(__name__)
@@ -70,9 +71,9 @@ class EngineLauncher:
     ) -> None:
         """Raises ConfigError for sockets that cannot be."""
         parallel = config.parallel_config
-        self._host = parallel.engine_host
-        if self._host is not None and client_count > 1:
-            raise ConfigError(f"--engine-host {self._host}: an engine core that is reached over TCP has one client")
+        host = parallel.engine_host
+        if host is not None and client_count > 1:
+            raise ConfigError(f"--engine-host {host}: an engine core that is reached over TCP has one client")
         if parallel.num_remote_engines and client_count > 1:
             raise ConfigError(
                 f"--api-server-count {client_count - 1}: engines on other machines (--data-parallel-size-local "
@@ -85,7 +86,7 @@ class EngineLauncher:
         """Number of the next core of each engine that was removed."""
         self._ours: CurveKeys | None = None
         self._the_cores: CurveKeys | None = None
-        if self._host is not None:
+        if host is not None:
             self._ours, self._the_cores = CurveKeys.make_pair()
         self.door = None if self._ours is None else CurveDoor(context, [self._ours.peer_public])
         self.input_socket, self.output_socket = self._bind("input-0", zmq.ROUTER), self._bind("output-0", zmq.PULL)
@@ -96,6 +97,8 @@ class EngineLauncher:
         )
         self.coordinator: CoordinatorSupervisor | None = None
         """Set by `start_coordinator`, for engines that step together."""
+        self._experts_file = -1
+        """File of engines that share experts: every core inherits it."""
         self._fleet_key = b""
         self._nodes: zmq.Socket[Any] | None = None
         if parallel.num_remote_engines:
@@ -109,10 +112,7 @@ class EngineLauncher:
     def start_coordinator(self, on_gone: Callable[[QuireError], None]) -> CoordinatorLink:
         """Starts the coordinator of engines that step together, and waits for it. Returns our connection to it. Raises
         EngineDeadError if it cannot be started."""
-        front, back, intake = (
-            f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(f"coordinator-{name}")
-            for name in ("front", "back", "intake")
-        )
+        front, back, intake = (self._make_address(f"coordinator-{name}") for name in ("front", "back", "intake"))
         plan = CoordinatorPlan(
             CoordinatorAddresses(front, back, intake), self._config.parallel_config.data_parallel_size, self._ours
         )
@@ -127,6 +127,8 @@ class EngineLauncher:
         self._addresses.coordinator_input, self._addresses.coordinator_output = bound.back, bound.intake
         self._addresses.frontend_stats_publish_address = bound.front
         make_group_file(self._directory.path / GROUP_FILE)
+        if self._config.parallel_config.shares_experts:
+            self._experts_file = make_experts_file()
         return CoordinatorLink(self._context, bound.front, self._the_cores)
 
     def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
@@ -173,8 +175,12 @@ class EngineLauncher:
         return NodeListener(table, self._nodes)
 
     def _bind(self, name: str, socket_type: int) -> zmq.Socket[Any]:
-        address = f"tcp://{self._host}:0" if self._host is not None else self._directory.endpoint(name)
-        return make_zmq_socket(self._context, address, socket_type, bind=True, curve=self._ours)
+        return make_zmq_socket(self._context, self._make_address(name), socket_type, bind=True, curve=self._ours)
+
+    def _make_address(self, name: str) -> str:
+        """Returns what a socket of that name binds to."""
+        host = self._config.parallel_config.engine_host
+        return self._directory.endpoint(name) if host is None else f"tcp://{host}:0"
 
     def make_actor_manager(self, thread: LinkThread) -> ActorManager | None:
         """Returns the thread that keeps engines as actors, not started; None where Ray has none of them.
@@ -211,7 +217,9 @@ class EngineLauncher:
             is_one_of_several=config.parallel_config.num_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
             group_file=None if self.coordinator is None else str(self._directory.path / GROUP_FILE),
+            experts_file=self._experts_file,
         )
+        lost = None if config.parallel_config.shares_experts else engine  # no engine can go on without its experts
 
         def is_needed() -> bool:
             link = thread.links.links.get(engine)
@@ -223,11 +231,22 @@ class EngineLauncher:
             self._bind(f"handshake-{engine}-{first}", zmq.ROUTER),
             self._directory.path,
             on_death=lambda death: thread.post(lambda: thread.report_death(death, engine)),
-            on_gone=lambda error: thread.post(lambda: thread.fail(error, engine)),
+            on_gone=lambda error: thread.post(lambda: thread.fail(error, lost)),
             was_connected=lambda incarnation: thread.was_connected(incarnation, engine),
             has_live_requests=is_needed,
             first_incarnation=first,
         )
+
+    def close(self) -> None:
+        """Closes the file of experts. Called once all cores have ended."""
+        if self._experts_file >= 0:
+            os.close(self._experts_file)
+            self._experts_file = -1
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if no engine can go on without the others."""
+        return self._config.parallel_config.shares_experts
 
     @property
     def may_scale(self) -> bool:

@@ -127,6 +127,8 @@ class BackgroundResources:
         if self.launcher is not None and self.launcher.coordinator is not None:
             self.launcher.coordinator.stop()
             all_ended &= _join(self.launcher.coordinator, THREAD_END_S)
+        if self.launcher is not None:
+            self.launcher.close()
         if self.nodes is not None:
             all_ended &= _join(self.nodes, THREAD_END_S)
         if self.actors is not None:

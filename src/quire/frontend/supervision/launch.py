@@ -1,7 +1,8 @@
 """Starts one engine core process, and ends it.
 
 The child is a plain command, `python -m quire.engine.proc`: no fork of this process, no `__main__` guard in anyone's
-script, nothing inherited but the environment, standard error, and a pipe whose end shows that this process is gone.
+script, nothing inherited but the environment, standard error, and a pipe whose end shows that this process is gone;
+and the file of experts, where engines share them.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class CoreLaunch:
     """Dotted names the core resolves while it shakes hands."""
     group_file: str | None = None
     """Page of the engines that step together; None for independent ones."""
+    experts_file: int = -1
+    """Descriptor of the file of engines that share experts, which the core inherits; -1: they share none."""
     working_dir: str = field(default_factory=os.getcwd)
     """Directory in which relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=search_path)
@@ -153,6 +156,7 @@ class CoreProcess:
             heartbeat_path=str(self._heartbeat_path),
             without_drafts=self._launch.without_drafts,
             group_file=self._launch.group_file,
+            experts_file=self._launch.experts_file,
             curve=self._launch.core_curve,
         )
 
@@ -222,6 +226,7 @@ def _spawn(launch: CoreLaunch, handshake_address: str) -> subprocess.Popen[bytes
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": launch.search_path, envs.LOGGING_LEVEL.name: child_level()},
             cwd=launch.working_dir,
+            pass_fds=(launch.experts_file,) if launch.experts_file >= 0 else (),
             start_new_session=True,  # Ctrl-C in the user's terminal is for this process to decide on
         )
     except OSError as e:

@@ -127,6 +127,24 @@ class RouterKernel(Protocol):
         ...
 
 
+class PooledTokens(Protocol):
+    """The tokens of several engines, whose experts are computed together."""
+
+    def share(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Takes x: [n, hidden] and ids: [n, k] of this engine's tokens. Returns those of all engines, and float32
+        memory for the answers, a row for each choice of each token. After `wait` the tokens must not be read."""
+        ...
+
+    @property
+    def own(self) -> range:
+        """Numbers of this engine's tokens among all, in this step."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once all engines have written their answers."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertsShare:
     """One worker's part of a mixture of experts: some outputs of every matrix, or whole experts."""
@@ -145,11 +163,14 @@ class ExpertsShare:
     """Outputs that it has of the second matrices."""
     meeting: Tensor
     """Memory that all workers write their parts of, a row for each choice of each token: inputs of the second matrices,
-    or with whole experts their float32 outputs."""
+    or with whole experts their float32 outputs. The kernel decides on the order of rows."""
     ready: Callable[[], None]
     """Returns once `meeting` is complete."""
     gather: Callable[[int, torch.dtype, Callable[[Tensor], object]], Tensor] | None
     """Makes the result whole, as `Gather.compute` does; None with whole experts: each worker computes all sums."""
+    pool: PooledTokens | None = None
+    """Tokens of several engines, each of which has whole experts; `meeting` is not used then. None: the workers compute
+    the same tokens."""
 
 
 class ExpertsKernel(Protocol):

@@ -149,16 +149,20 @@ class NativeExperts:
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
     ) -> Tensor:
-        x, ids, weights, args, share = (
-            with_packed_rows(x),
-            ids.contiguous(),
-            weights.contiguous(),
-            self._args,
-            self._share,
-        )
-        args.dtype = DTYPES[x.dtype]
-        (args.tokens, args.chosen), args.ids, args.weights = ids.shape, ids.data_ptr(), weights.data_ptr()
-        args.x, args.x_stride = x.data_ptr(), x.stride(0)
+        x, ids, weights, share = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._share
+        self._args.weights = weights.data_ptr()
+        if share is not None and share.pool is not None:
+            inputs, choices, answers = share.pool.share(x, ids)
+            self._set_tokens(inputs, choices)
+            self._args.answers = answers.data_ptr()
+            self._run(BETWEEN | ANSWERS)
+            rows = own_rows(choices, share.places, share.pool.own)
+            share.pool.wait()
+            answers = answers if rows is None else answers[rows]
+            self._args.answers = answers.data_ptr()
+            self._set_tokens(x, ids)
+            return self._sum(0, torch.empty(x.shape, dtype=x.dtype), residual, shared)
+        self._set_tokens(x, ids)
         if share is None:
             return self._sum(BETWEEN | ANSWERS, torch.empty(x.shape, dtype=x.dtype), residual, shared)
         if share.gather is None:
@@ -170,6 +174,12 @@ class NativeExperts:
         own = slice(share.outputs.start, share.outputs.stop)
         addends = [None if addend is None else addend[:, own] for addend in (residual, shared)]
         return share.gather(len(x), x.dtype, lambda y: self._sum(ANSWERS, y, *addends))
+
+    def _set_tokens(self, x: Tensor, ids: Tensor) -> None:
+        args = self._args
+        args.dtype = DTYPES[x.dtype]
+        (args.tokens, args.chosen), args.ids = ids.shape, ids.data_ptr()
+        args.x, args.x_stride = x.data_ptr(), x.stride(0)
 
     def _run(self, steps: int) -> None:
         self._args.steps = steps
@@ -186,6 +196,18 @@ class NativeExperts:
             args.shared, args.shared_stride = shared.data_ptr(), shared.stride(0)
         self._run(steps | SUMS)
         return y
+
+
+def own_rows(choices: Tensor, places: Tensor | None, own: range) -> Tensor | None:
+    """Returns which of the kernel's answers are for the tokens `own`, in the order in which it would have them with
+    these alone: it has a row for each of the `choices`, [n, k], by the place of the expert and then in their order.
+    None: all."""
+    n, k = choices.shape
+    if len(own) == n:
+        return None
+    experts = choices.flatten()
+    order = torch.argsort(experts if places is None else places[experts], stable=True)
+    return ((order >= own.start * k) & (order < own.stop * k)).nonzero().flatten()
 
 
 def arrange_biases(gate_up: Tensor, down: Tensor, *, halves_alternate: bool) -> tuple[Tensor, Tensor]:

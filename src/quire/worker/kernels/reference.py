@@ -410,14 +410,7 @@ class TorchExperts:
         weights: Tensor,
         addends: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        (n, k), flat = ids.shape, ids.flatten()
-        own = slice(share.outputs.start, share.outputs.stop)
-        inputs = x.repeat_interleave(k, 0)  # [n * k, hidden], a row for each choice
-        if self._spec.scales_inputs:
-            inputs = (inputs * weights.flatten().unsqueeze(-1)).to(x.dtype)
-        chosen = [(i, (flat == expert).nonzero().flatten()) for i, expert in enumerate(share.experts)]
-        chosen = [(i, rows) for i, rows in chosen if len(rows)]
-        meeting = share.meeting[: n * k]
+        (n, k), own = ids.shape, slice(share.outputs.start, share.outputs.stop)
 
         def sum_up(y: Tensor, answers: Tensor) -> Tensor:
             answers = answers.view(n, k, -1)
@@ -426,6 +419,17 @@ class TorchExperts:
                 total = total if addend is None else addend[:, own] + total
             return y.copy_(total)
 
+        if share.pool is not None:
+            tokens, choices, meeting = share.pool.share(x, ids)
+            for i, rows in _rows_by_expert(share.experts, choices):
+                meeting[rows] = self._answer(i, tokens[rows // k], rows // k).float()
+            start = share.pool.own.start
+            share.pool.wait()
+            return sum_up(torch.empty_like(x), meeting[start * k : (start + n) * k])
+        inputs = x.repeat_interleave(k, 0)  # [n * k, hidden], a row for each choice
+        if self._spec.scales_inputs:
+            inputs = (inputs * weights.flatten().unsqueeze(-1)).to(x.dtype)
+        chosen, meeting = _rows_by_expert(share.experts, ids), share.meeting[: n * k]
         if share.gather is None:
             for i, rows in chosen:
                 meeting[rows] = self._answer(i, inputs[rows], rows // k, share.experts[i]).float()
@@ -464,6 +468,13 @@ class TorchExperts:
             sums = self._product(between[rows], weight=self._down[expert], bias=bias, spec=LOGITS)
             y[rows] = (sums + low_rank.multiply(between[rows], number)).to(y.dtype)
         return y
+
+
+def _rows_by_expert(experts: Sequence[int], ids: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns, for those of `experts` that are among the choices `ids`, their place and the numbers of the choices."""
+    flat = ids.flatten()
+    chosen = [(i, (flat == expert).nonzero().flatten()) for i, expert in enumerate(experts)]
+    return [(i, rows) for i, rows in chosen if len(rows)]
 
 
 def _rows_of(site: AdapterSite | None, tokens: Tensor) -> Iterator[tuple[Tensor, TorchLowRank]]:

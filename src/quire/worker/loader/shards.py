@@ -3,7 +3,8 @@
 A stage of a pipeline has adjacent layers; the first has the embedding, too, and the last the norm and the head. Among
 the workers of a stage every matrix is cut by its outputs, so that each output stays one sum over all inputs. Layers
 then return whole results: `Gather`. Attention is cut by heads. What is small (norms, routers) or cannot be cut is
-computed by every worker alike, as is the classifier of a model that pools.
+computed by every worker alike, as is the classifier of a model that pools. Engines that share experts have all but
+those: `ExpertsPool`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,28 @@ from quire.worker.models.decoder import Decoder, DecoderForCausalLM
 from quire.worker.models.latent import LatentAttention
 from quire.worker.parallel.collectives import Collectives, Gather, Meeting
 from quire.worker.parallel.plan import Stage, share_experts, share_heads, share_outputs
+from quire.worker.parallel.pool import ExpertsPool, LayerTokens
 from quire.worker.pooler import CLASSIFIER, PooledDecoder
+
+IN_ONE_TENSOR = (
+    "--enable-expert-parallel: the experts of this model are stored in one tensor, which is not divided yet: each "
+    "worker computes all; leave it out"
+)
 
 
 class Sharding:
     """One worker's part of models."""
 
     def __init__(
-        self, collectives: Collectives | None, stage: Stage | None = None, expert_placement: str | None = None
+        self,
+        collectives: Collectives | None,
+        stage: Stage | None = None,
+        expert_placement: str | None = None,
+        pool: ExpertsPool | None = None,
     ) -> None:
-        """None: there are no others in the stage, or there is one stage only, or no worker has whole experts."""
-        self.collectives, self.stage, self._expert_placement = collectives, stage, expert_placement
+        """None: there are no others in the stage, or there is one stage only, or no worker has whole experts, or no
+        engine shares them."""
+        self.collectives, self.stage, self._expert_placement, self.pool = collectives, stage, expert_placement, pool
         self._uses = Counter[str]()
 
     @property
@@ -46,6 +58,8 @@ class Sharding:
             group = self.collectives.group
             names.append(f"{group.kind} {group.index} of {group.size}")
             names += [] if self._expert_placement is None else [f"experts {self._expert_placement}"]
+        if self.pool is not None:
+            names.append(f"ep {self.pool.group.index} of {self.pool.group.size}, experts {self._expert_placement}")
         return ", ".join(names)
 
     def cut(self, model: nn.Module) -> None:
@@ -54,12 +68,47 @@ class Sharding:
         if not isinstance(model, DecoderForCausalLM | PooledDecoder) or not isinstance(model.model, Decoder):
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be divided among workers; only decoders can be; leave "
-                "--tensor-parallel-size and --pipeline-parallel-size out"
+                "--tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel out"
             )
         if self.stage is not None:
             cut_to_stage(model, self.stage)
         if self.collectives is not None:
             self._cut_to_share(model)
+        if self.pool is not None:
+            self._pool_experts(model, self.pool)
+
+    def _pool_experts(self, model: DecoderForCausalLM | PooledDecoder, pool: ExpertsPool) -> None:
+        mixtures = [m for m in model.modules() if isinstance(m, Experts) and m.spec.num_experts > 1]
+        if not mixtures:
+            raise UnsupportedModelError(
+                f"--enable-expert-parallel: {type(model).__name__} has no experts that --data-parallel-size "
+                f"{pool.group.size} engines could share; leave it out: they are independent then"
+            )
+        model.is_plannable = False  # a layer of experts has more tokens than the step
+        for experts in mixtures:
+            self._pool_layer(experts, pool)
+
+    def _pool_layer(self, experts: Experts, pool: ExpertsPool) -> None:
+        spec, width, group = experts.spec, experts.hidden_size, pool.group
+        if spec.layout in ("stacked", "transposed"):
+            raise UnsupportedModelError(IN_ONE_TENSOR)
+        assert not spec.scales_inputs, "only experts in one tensor have weights that scale their inputs"
+        if spec.num_experts < group.size:
+            raise ConfigError(
+                f"--enable-expert-parallel: {spec.num_experts} experts are too few for --data-parallel-size "
+                f"{group.size} engines; use {spec.num_experts} engines or fewer, or leave it out"
+            )
+        assert self._expert_placement is not None
+        own, first, order = share_experts(group, spec.num_experts, self._expert_placement)
+        places = None if order is None else torch.tensor(order, dtype=torch.int32, device="cpu")
+        inner, outputs = range(spec.expert_size), range(width)
+
+        def make_share(dtype: torch.dtype) -> ExpertsShare:
+            tokens, unused = LayerTokens(pool, spec.router.num_experts_per_token, width, dtype), torch.empty(0)
+            return ExpertsShare(spec.num_experts, own, first, places, inner, outputs, unused, pool.ready, None, tokens)
+
+        with torch.device("meta"):
+            experts.cut(own, inner, outputs, make_share)
 
     def _cut_to_share(self, model: DecoderForCausalLM | PooledDecoder) -> None:
         with torch.device("meta"):
@@ -112,10 +161,7 @@ class Sharding:
         num_choices = spec.router.num_experts_per_token
         if spec.layout in ("stacked", "transposed"):
             if self._expert_placement is not None:
-                raise UnsupportedModelError(
-                    "--enable-expert-parallel: the experts of this model are stored in one tensor, which is not "
-                    "divided yet: each worker computes all; leave it out"
-                )
+                raise UnsupportedModelError(IN_ONE_TENSOR)
             return
         role = " ".join(part for part in path.split(".") if not part.isdigit())
         if self._expert_placement is not None and spec.num_experts >= group.size:

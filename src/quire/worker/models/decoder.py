@@ -93,8 +93,12 @@ class Decoder(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """A decoder and its logits head. Families derive from it and describe themselves in their constructor."""
 
+    is_plannable: bool
+    """False if a layer computes other tokens than those of the step, too."""
+
     def __init__(self, hf: HFConfig, spec: DecoderSpec) -> None:
         super().__init__()
+        self.is_plannable = True
         head = LinearSpec(float32_output=True, divisor=spec.logits_divisor, soft_cap=spec.logits_soft_cap)
         self.names = names_of(hf)
         self.model = Decoder(hf, spec, head if hf.tie_word_embeddings else None)

@@ -24,6 +24,36 @@ from quire.worker.parallel.collectives import Collectives
 PAGE_BYTES = 1 << 16
 
 
+class SharedBuffers:
+    """Buffers of a file that several processes map: at the same places in all, which ask for them in the same order."""
+
+    def __init__(self, fd: int, start: int) -> None:
+        self._fd, self._end = fd, start
+        self._buffers = dict[tuple[str, torch.dtype], Tensor]()
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the buffer of that name. Its memory is taken when it is written."""
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None:
+            num_bytes = -(-torch.Size(shape).numel() * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+            memory = mmap.mmap(self._fd, num_bytes, offset=self._end)
+            self._end += num_bytes
+            whole = torch.frombuffer(memory, dtype=dtype)
+            self._buffers[name, dtype] = buffer = whole[: torch.Size(shape).numel()].view(*shape)
+        assert buffer.shape == shape, f"{name} is {tuple(buffer.shape)} and not {shape}"
+        return buffer
+
+    def close(self) -> None:
+        """Forgets the buffers, whose memory is released with the last tensor of each."""
+        self._buffers.clear()
+
+
+def spin_time(num_threads: int) -> int:
+    """Returns the nanoseconds that a barrier may spin where this many threads compute: none if they exceed the
+    processors."""
+    return SPIN_NS if num_threads <= min(os.cpu_count() or 1, cpu_quota() or num_threads) else 0
+
+
 class ShmCollectives(Collectives):
     """Collectives over a shared file."""
 
@@ -34,23 +64,14 @@ class ShmCollectives(Collectives):
         group's part of the file begins."""
         self.group, self.max_rows, self.copy = group, max_rows, kernels.copier()
         self.row_bytes = {}
-        self._fd, self._end, self._buffers = fd, start, dict[tuple[str, torch.dtype], Tensor]()
+        self._fd, self._buffers = fd, SharedBuffers(fd, start)
         self._words = self.shared("words", (2 * words_bytes(group.size),), torch.uint8)
-        spin_ns = SPIN_NS if num_threads <= min(os.cpu_count() or 1, cpu_quota() or num_threads) else 0
-        self._barrier = kernels.barrier(self._words, group.index, group.size, spin_ns)
+        self._barrier = kernels.barrier(self._words, group.index, group.size, spin_time(num_threads))
         lines = self._words[words_bytes(group.size) :].view(torch.int64)
         self._votes = lines[:: BARRIER_LINE_BYTES // 8][: group.size]
 
     def shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None:
-            num_bytes = -(-torch.Size(shape).numel() * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-            memory = mmap.mmap(self._fd, num_bytes, offset=self._end)
-            self._end += num_bytes
-            whole = torch.frombuffer(memory, dtype=dtype)
-            self._buffers[name, dtype] = buffer = whole[: torch.Size(shape).numel()].view(*shape)
-        assert buffer.shape == shape, f"{name} is {tuple(buffer.shape)} and not {shape}"
-        return buffer
+        return self._buffers.get(name, shape, dtype)
 
     def ready(self) -> None:
         failpoint("worker.barrier", str(self.group.rank))
@@ -72,4 +93,4 @@ class ShmCollectives(Collectives):
         return int(line[1]), int(line[2]) / 1e9
 
     def close(self) -> None:
-        self._buffers.clear()
+        self._buffers.close()

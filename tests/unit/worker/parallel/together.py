@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config.engine import EngineConfig
 from quire.config.engine_args import EngineArgs
 from quire.engine.executor.worker_process import StagePipes
 from quire.lora_request import LoRARequest
@@ -21,7 +22,7 @@ from quire.wire.execution import CachedRequestData, NewRequestData, SchedulerOut
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from quire.wire.lora import AdapterLoad
 from quire.wire.ring import WorkerLinks
-from quire.wire.shared_memory import make_workers_file, set_abort_word
+from quire.wire.shared_memory import end_epoch, make_workers_file, set_abort_word
 from quire.wire.topology import Topology
 from quire.worker import step_sampler
 from quire.worker.kernels.library import Context, NativeLibrary
@@ -31,6 +32,8 @@ from quire.worker.sample.sampler import sample
 from quire.worker.worker import Worker
 
 NUM_BLOCKS, OUTPUT_LEN = 60, 4
+EPOCH = 3
+"""Epoch of the engines that share experts."""
 PROMPTS = [list(range(5, 30)), list(range(40, 43)), list(range(60, 137))]
 
 
@@ -58,13 +61,21 @@ class Run:
     """One worker's steps: prompts in one step, then tokens one by one."""
 
     def __init__(
-        self, worker: Worker, sampled: list[Future[list[list[int]]]], adapters: Sequence[LoRARequest] = ()
+        self,
+        worker: Worker,
+        sampled: list[Future[list[list[int]]]],
+        prompts: Sequence[int] = (0, 1, 2),
+        join: Callable[[], None] = lambda: None,
+        dummies: tuple[int, int] = (0, 0),
+        adapters: Sequence[LoRARequest] = (),
     ) -> None:
-        """`sampled` are the tokens of each step, of the worker that samples. The first prompt has no adapter, the
-        others have one each, as many as there are."""
+        """`sampled` are the tokens of each step, of the worker that samples. `prompts` are numbers of those that it
+        has; `join` is called before its first step, and `dummies` are the dummy steps before and after its own. The
+        first prompt has no adapter, the others have one each, as many as there are."""
         self.worker, self.logits, self.tokens = worker, list[Tensor](), list[list[list[int]]]()
         self._adapters = [None, *adapters]
         self._sampled, self._samples = sampled, worker.rank == worker._topology.output_rank
+        self._prompts, self._join, self._dummies = prompts, join, dummies
 
     def __call__(self) -> Run:
         """Runs all of it."""
@@ -73,6 +84,8 @@ class Run:
         except BaseException as e:
             if self.worker._links is not None:
                 set_abort_word(self.worker._links.shared_file)
+            if self.worker._pool is not None:
+                end_epoch(self.worker.config.parallel_config.experts_file, EPOCH)
             if self._samples:
                 for future in self._sampled:
                     if not future.done():
@@ -92,15 +105,26 @@ class Run:
         adapters = [adapter for adapter in self._adapters if adapter is not None]
         for adapter in adapters[:: 1 if worker.rank % 2 else -1]:  # each worker has read them in an order of its own
             worker.load_adapter(AdapterLoad(adapter, 0)).result(60)
+        self._join()
+        for _ in range(self._dummies[0]):
+            worker.execute_dummy_batch()
+        if self._prompts:
+            self._run_prompts(len(kinds))
+        for _ in range(self._dummies[1]):
+            worker.execute_dummy_batch()
+
+    def _run_prompts(self, num_kinds: int) -> None:
+        worker = self.worker
         params = SamplingParams(temperature=0.7, seed=3, ignore_eos=True)
         new, start = list[NewRequestData](), 1
-        for i, prompt in enumerate(PROMPTS):
+        for i in self._prompts:
+            prompt = PROMPTS[i]
             count = -(-(len(prompt) + OUTPUT_LEN) // 16)
-            blocks = tuple(list(range(start, start + count)) for _ in kinds)
+            blocks = tuple(list(range(start, start + count)) for _ in range(num_kinds))
             start += count
             adapter = self._adapters[i] if i < len(self._adapters) else None
             new.append(NewRequestData(str(i), prompt, blocks, 0, params, lora_request=adapter))
-        lens = {str(i): len(prompt) for i, prompt in enumerate(PROMPTS)}
+        lens = {str(i): len(PROMPTS[i]) for i in self._prompts}
         step = SchedulerOutput(new, num_scheduled_tokens=lens, total_num_scheduled_tokens=sum(lens.values()))
         for number in range(OUTPUT_LEN):
             worker.execute_model(step)
@@ -131,24 +155,14 @@ def run_together(
     **flags: Any,
 ) -> tuple[Tensor, list[list[list[int]]], list[Worker]]:
     """Returns the logits of each step, the tokens, and the workers of an engine of `stages` times `size` workers."""
-    config = EngineArgs(
-        str(path),
-        max_model_len=128,
-        max_num_seqs=4,
-        tensor_parallel_size=size,
-        pipeline_parallel_size=stages,
-        weight_cache=False,
-        device="cpu",
-        enable_lora=bool(adapters),
-        **flags,
-    ).create_engine_config()
-    name = library.instruction_sets()[0]
-    monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: NativeKernels(Context(library, 1, name)))
-    monkeypatch.setattr(step_sampler, "sample", sample)
+    config = make_config(
+        path, tensor_parallel_size=size, pipeline_parallel_size=stages, enable_lora=bool(adapters), **flags
+    )
+    use_native_kernels(library, monkeypatch)
     sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
     workers = [Worker(config, rank, links) for rank, links in enumerate(make_links(Topology(tp=size, pp=stages)))]
     try:
-        runs = in_threads([Run(worker, sampled, adapters) for worker in workers])
+        runs = in_threads([Run(worker, sampled, adapters=adapters) for worker in workers])
     finally:
         for worker in workers:
             close_links(worker._links)
@@ -157,6 +171,20 @@ def run_together(
     last = runs[(stages - 1) * size :]
     assert all(run.tokens == last[0].tokens for run in last), "all workers have the same texts"
     return torch.stack(last[0].logits), last[0].tokens, workers
+
+
+def make_config(path: Path, **flags: Any) -> EngineConfig:
+    """Returns the configuration of a small engine."""
+    return EngineArgs(
+        str(path), max_model_len=128, max_num_seqs=4, weight_cache=False, device="cpu", **flags
+    ).create_engine_config()
+
+
+def use_native_kernels(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each worker native kernels with a thread of its own."""
+    name = library.instruction_sets()[0]
+    monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: NativeKernels(Context(library, 1, name)))
+    monkeypatch.setattr(step_sampler, "sample", sample)
 
 
 def close_links(links: WorkerLinks | None) -> None:

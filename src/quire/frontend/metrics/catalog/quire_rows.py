@@ -237,7 +237,7 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_step(
         name="dp_wave",
         kind="gauge",
-        help="Waves of engines that step together (--dp-coordinator always) that are over.",
+        help="Waves of engines that step together (they share experts, or --dp-coordinator always) that are over.",
         value=lambda stats: stats.current_wave,
         prefix=QUIRE,
     ),

@@ -1,0 +1,188 @@
+"""Engines that share the experts of a mixture: each has some of them, and every request has the bits that it has at an
+engine with all, whatever the other engines do."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.wire.shared_memory import begin_epoch, end_epoch, make_experts_file
+from quire.worker.kernels.barrier import BarrierError
+from quire.worker.kernels.library import NativeLibrary
+from quire.worker.kernels.reference import TORCH_KERNELS
+from quire.worker.layers.moe import Experts
+from quire.worker.worker import Worker
+from tests.checkpoints import MakeCheckpoint
+
+from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, run_together, use_native_kernels
+
+Plan = tuple[tuple[int, ...], tuple[int, int]]
+"""An engine's prompts, and the dummy steps before and after its own."""
+TWO: list[Plan] = [((0, 2), (0, 2)), ((1,), (1, 1))]
+THREE: list[Plan] = [((1,), (0, 1)), ((), (OUTPUT_LEN + 1, 0)), ((2, 0), (1, 0))]
+BY_TURNS = {"expert_placement_strategy": "round_robin"}
+QUICK: dict[str, tuple[str, dict[str, Any], list[Plan]]] = {
+    "two engines": ("mixtral", {"dtype": "bfloat16"}, TWO),
+    "three, one without requests": ("qwen3_moe", {"dtype": "float32", **BY_TURNS}, THREE),
+    "a shared expert, 4 bits": ("qwen2_moe", {"dtype": "bfloat16", "quantization": "int4"}, TWO),
+}
+
+
+def make_workers(path: Path, size: int, **flags: Any) -> list[Worker]:
+    config, fd = make_config(path, data_parallel_size=size, enable_expert_parallel=True, **flags), make_experts_file()
+    begin_epoch(fd, EPOCH)
+    parallel = config.parallel_config
+    return [
+        Worker(
+            dataclasses.replace(config, parallel_config=dataclasses.replace(parallel, engine_index=i, experts_file=fd))
+        )
+        for i in range(size)
+    ]
+
+
+def run_engines(workers: list[Worker], plans: list[Plan]) -> list[Run]:
+    sampled: list[list[Future[list[list[int]]]]] = [[Future() for _ in range(OUTPUT_LEN)] for _ in workers]
+    return in_threads(
+        [
+            Run(worker, own, prompts, lambda worker=worker: worker.join_engines(EPOCH), dummies)  # type: ignore[misc]
+            for worker, own, (prompts, dummies) in zip(workers, sampled, plans, strict=True)
+        ]
+    )
+
+
+def check_bits(
+    path: Path, plans: list[Plan], library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, **flags: Any
+) -> list[Worker]:
+    """Compares engines with one that has all experts. Returns their workers."""
+    placement = {k: flags.pop(k) for k in BY_TURNS if k in flags}
+    logits, tokens, (whole,) = run_together(path, 1, library, monkeypatch, **flags)
+    workers = make_workers(path, len(plans), **flags, **placement)
+    for (prompts, _), run in zip(plans, run_engines(workers, plans), strict=True):
+        for step in range(OUTPUT_LEN if prompts else 0):
+            rows = logits[step][list(prompts)]
+            assert torch.equal(run.logits[step].view(torch.int32), rows.view(torch.int32)), (prompts, step)
+            assert run.tokens[step] == [tokens[step][i] for i in prompts]
+    assert sum(map(num_weights, workers)) == num_weights(whole)
+    assert all(map(num_weights, workers))
+    return workers
+
+
+def num_weights(worker: Worker) -> int:
+    mixtures = [m for m in worker.get_model().modules() if isinstance(m, Experts) and m.spec.num_experts > 1]
+    return sum(m.gate_up_proj.numel() + m.down_proj.numel() for m in mixtures)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_logits_do_not_depend_on_what_other_engines_do(
+    case: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, flags, plans = QUICK[case]
+    check_bits(tiny_checkpoint(family), plans, library, monkeypatch, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, {"quantization": "int8"}, {"dtype": "float32"}, BY_TURNS])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe"])
+def test_nor_do_those_of_any_family(
+    family: str,
+    flags: dict[str, Any],
+    tiny_checkpoint: MakeCheckpoint,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for plans in (TWO, THREE):
+        check_bits(tiny_checkpoint(family), plans, library, monkeypatch, **{"dtype": "bfloat16", **flags})
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "error", "message"),
+    [
+        ("llama", 2, UnsupportedModelError, "LlamaForCausalLM has no experts that --data-parallel-size 2 engines"),
+        ("gpt_oss", 2, UnsupportedModelError, "the experts of this model are stored in one tensor"),
+        ("mixtral", 9, ConfigError, "experts are too few for --data-parallel-size 9 engines"),
+    ],
+)
+def test_models_that_engines_cannot_share_are_refused(
+    family: str,
+    size: int,
+    error: type[Exception],
+    message: str,
+    tiny_checkpoint: MakeCheckpoint,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_native_kernels(library, monkeypatch)
+    worker = make_workers(tiny_checkpoint(family), size)[0]
+    worker.init_device()
+    with pytest.raises(error, match=message):
+        worker.load_model()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"enable_lora": True}, "--enable-lora: adapters cannot be .*, or --enable-expert-parallel with --data-para"),
+        ({"speculative_config": {"model": "PATH", "num_speculative_tokens": 2}}, "a model or a class that drafts"),
+    ],
+)
+def test_what_engines_that_share_experts_cannot_do_is_refused(
+    flags: dict[str, Any], message: str, tiny_checkpoint: MakeCheckpoint
+) -> None:
+    path = tiny_checkpoint("mixtral")
+    if "speculative_config" in flags:
+        flags = {"speculative_config": {**flags["speculative_config"], "model": str(path)}}
+    with pytest.raises(ConfigError, match=message):
+        make_workers(path, 2, **flags)
+
+
+def test_the_torch_kernels_share_experts_too(
+    tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bits depend on the batch, so texts are compared."""
+    use_native_kernels(library, monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: TORCH_KERNELS)
+    (whole,) = [Worker(make_config(tiny_checkpoint("mixtral"), dtype="float32"))]
+    sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
+    expected = Run(whole, sampled)().logits
+    workers = make_workers(tiny_checkpoint("mixtral"), 2, dtype="float32")
+    for (prompts, _), run in zip(TWO, run_engines(workers, TWO), strict=True):
+        for step in range(OUTPUT_LEN):
+            torch.testing.assert_close(run.logits[step], expected[step][list(prompts)], rtol=1e-3, atol=1e-3)
+    pool = workers[0]._pool
+    assert pool is not None
+    row = 4 * 48 + 2 * 8 + 2 * 4 * 48
+    assert pool.num_bytes == row * 2 * workers[0]._max_rows, "inputs, choices, and answers for each choice"
+
+
+def test_a_step_without_one_engine_fails(
+    tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the epoch ends a wait; an engine that has given a step up can go on in the next epoch."""
+    use_native_kernels(library, monkeypatch)
+    workers = make_workers(tiny_checkpoint("mixtral"), 2, dtype="bfloat16")
+    fd, failed = workers[0].config.parallel_config.experts_file, Future[BaseException]()
+    begin_epoch(fd, EPOCH + 1)
+
+    def first() -> None:
+        Run(workers[0], [], (), lambda: workers[0].join_engines(EPOCH))()
+        try:
+            workers[0].execute_dummy_batch()
+        except BarrierError as e:
+            failed.set_result(e)
+        workers[0].join_engines(EPOCH + 1)
+        workers[0].execute_dummy_batch()
+
+    def second() -> None:
+        Run(workers[1], [], ())()
+        end_epoch(fd, EPOCH)
+        assert "another worker of the step has failed" in str(failed.result(60))
+        workers[1].join_engines(EPOCH + 1)
+        workers[1].execute_dummy_batch()
+
+    in_threads([first, second])
