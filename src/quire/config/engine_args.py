@@ -287,6 +287,7 @@ def _check_parallel(config: EngineConfig) -> None:
     elif parallel.world_size == 1:
         return
     why = {
+        **(_sharing_refusals(config) if parallel.shares_experts else {}),
         f"--spec-method {drafting and drafting.method}": drafting is not None
         and (drafting.method in HEADS or drafting.drafter_cls is not None)
         and "heads, which read the target's states, and classes of yours do not draft for several workers yet; "
@@ -303,6 +304,19 @@ def _check_parallel(config: EngineConfig) -> None:
             raise ConfigError(f"{what}: {reason}; leave it out, or {remedy}")
     if config.parallel_config.pipeline_parallel_size > 1:
         config.parallel_config.layer_partition  # noqa: B018  # raises for what is no list
+
+
+def _sharing_refusals(config: EngineConfig) -> dict[str, object]:
+    """Returns what engines that share experts cannot do besides, though several workers of one engine can."""
+    drafting = config.speculative_config.drafting
+    return {
+        "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among engines yet",
+        f"--spec-model {drafting and drafting.method}": drafting is not None
+        and drafting.model is not None
+        and "a model or a class that drafts does not step with the other engines yet; ngram and suffix can be used",
+        f"--runner {config.model_config.runner}": config.model_config.pooling is not None
+        and "models that pool cannot be divided among engines yet",
+    }
 
 
 def _check_context(model: ModelConfig) -> None:
