@@ -39,6 +39,7 @@ FAILPOINTS: dict[str, str] = {
     "worker.step": "a worker has read a call of a step; the key is the verb",
     "worker.load": "a worker is about to build its model and read its weights",
     "worker.barrier": "a worker is about to wait for the others of its stage; the key is its rank",
+    "worker.experts": "an engine is about to wait for the others that share its experts; the key is its index",
     "worker.stage": "a worker is about to wait for the hidden states of the stage before it",
     "client.add.journaled": "frontend: a request is in the journal, not yet sent",
     "client.output.received": "frontend: outputs have arrived, the journal has not seen them",

@@ -46,6 +46,7 @@ PLACES = {
     "worker.step": ("proc.py", "_serve"),
     "worker.load": ("worker.py", "load_model"),
     "worker.barrier": ("shm.py", "ready"),
+    "worker.experts": ("pool.py", "ready"),
     "worker.stage": ("stages.py", "receive"),
     "client.add.journaled": ("link_thread.py", "_send_messages"),
     "client.output.received": ("link_thread.py", "_receive_outputs"),

@@ -58,6 +58,7 @@ class StoreIndex:
         """Name and inode to number."""
         self._next_number = 0
         self._used: set[int] = set()
+        self._scan_lock = threading.Lock()
 
     @property
     def num_blocks(self) -> int:
@@ -91,7 +92,12 @@ class StoreIndex:
             self._used.add(value >> _OFFSET_BITS)
 
     def scan(self) -> None:
-        """Reads what was written since the last scan, and forgets what is gone. Raises OSError."""
+        """Reads what was written since the last scan, and forgets what is gone. Callable from any thread. Raises
+        OSError."""
+        with self._scan_lock:
+            self._scan()
+
+    def _scan(self) -> None:
         files = sorted(self.directory.list_extents(), key=lambda file: file.written_ns)  # the newest copy is found
         self.num_bytes = sum(file.num_bytes for file in files)
         present = {(file.name, file.inode) for file in files}

@@ -76,7 +76,8 @@ class CrashAttribution:
     async def _collect(self, report: DeathReport) -> list[Suspect]:
         if report.verdict is not None:  # carried out before the request can be sent again
             await self._ask_all("convict", self._engine, *report.verdict)
-        answers = await self._ask_all("core_died", self._engine, report.incarnation, *report.death)
+        cause, *facts, _ = report.death  # the end of its worker is counted here
+        answers = await self._ask_all("core_died", self._engine, report.incarnation, cause, *facts)
         if not any(answers.values()):
             return []
         return await asyncio.to_thread(_decode, answers)

@@ -79,7 +79,7 @@ class ExpertsPool:
 
     def ready(self) -> None:
         """Returns once all engines have called it. Raises BarrierError if one of them has ended."""
-        failpoint("worker.barrier", str(self.group.index))
+        failpoint("worker.experts", str(self.group.index))
         if self._barrier is not None:
             self._barrier()
 
@@ -133,8 +133,8 @@ class PooledRunner(ModelRunner):
     def __init__(self, pool: ExpertsPool, *arguments: Any, **options: Any) -> None:
         """`arguments` and `options` are those of ModelRunner."""
         super().__init__(*arguments, **options)
-        self._pool = pool
+        self._shared_experts = pool
 
     def _call(self, run: Forward, input_ids: Tensor, positions: Tensor) -> States:
-        self._pool.begin_step(input_ids.shape[0])
+        self._shared_experts.begin_step(input_ids.shape[0])
         return super()._call(run, input_ids, positions)
