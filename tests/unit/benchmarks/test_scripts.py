@@ -19,7 +19,7 @@ needs_kernels = pytest.mark.skipif(native_library() is None, reason="the native 
 def run(*words: str) -> str:
     """Returns what a program of the benchmarks prints, started as their pages say."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "QUIRE_ENABLE_MULTIPROCESSING": "1"}
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
