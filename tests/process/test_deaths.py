@@ -146,10 +146,10 @@ def test_a_death_of_any_kind_is_not_noticed(
 
 
 HANGS = [
-    *("core.step.execute=hang", "core.step.schedule=stop"),
-    *("core.output.send=sleep(600)", "core.input.decode=sleep(600)"),  # unlike a hang, they leave the processor alone
+    *("core.step.execute=hang", "core.output.send=sleep(600)"),  # unlike a hang, a sleep leaves the processor alone
 ]
 RARER_HANGS = [
+    *("core.step.schedule=stop", "core.input.decode=sleep(600)"),
     *("core.step.execute=freeze", "core.step.update=hang", "core.loop.input=hang", "core.output.send=hang"),
     *("core.output.send=freeze", "core.input.queued=hang", "core.input.decode=hang"),
 ]
@@ -266,13 +266,13 @@ def test_a_second_death_while_drafting_ends_speculation(
 
 
 POISONS = {
-    "core.step.execute=raise": 2,
-    "core.step.execute=stop": 2,
     "core.step.execute=raise,skip=3": 5,  # only some steps after each restart
     "core.step.execute=kill": 4,  # nothing blames the request at first: an operator may have done it, or the system
 }
 """Fault -> how many cores it may cost until the request that causes it is isolated."""
 RARER_POISONS = {
+    "core.step.execute=raise": 2,
+    "core.step.execute=stop": 2,
     "core.step.execute=segv": 2,
     "core.input.queued=segv": 2,
     "core.step.execute=memory(32)": 2,

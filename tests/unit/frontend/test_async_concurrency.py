@@ -26,7 +26,7 @@ class SmallCache(FakeExecutor):
     available_bytes: ClassVar[int] = 1 << 12
 
 
-@pytest.mark.parametrize(("seed", "size", "max_num_seqs"), [(1, 1000, 64), (2, 120, 4), (3, 200, 256)])
+@pytest.mark.parametrize(("seed", "size", "max_num_seqs"), [(1, 500, 64), (2, 120, 4), (3, 200, 256)])
 def test_a_crowd_with_one_id(seed: int, size: int, max_num_seqs: int) -> None:
     flags = EngineArgs(
         "demo",
