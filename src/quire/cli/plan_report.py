@@ -152,7 +152,7 @@ class Planner:
             f"{self._policy}{goal}; step times: error {error:.1%} of steps not fitted",
             *([ROUGH] if error > ROUGH_ERROR else []),
             "",
-            " ".join(f"{name:>{len(name)}}" for name in COLUMNS),
+            " ".join(COLUMNS),
         ]
         return "\n".join(lines)
 

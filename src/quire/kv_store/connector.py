@@ -15,16 +15,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
+from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.execution import BlockIds, NewRequestData
 from quire.wire.kv_cache import KVCacheConfig
+
+logger = init_logger(__name__)
 
 
 class KVConnectorRole(Enum):
@@ -269,3 +272,12 @@ def make_connector(config: EngineConfig, role: KVConnectorRole, kv_cache_config:
             "request_finished_all_groups (SupportsHMA) knows one; use --kv-store, or add the method"
         )
     return connector
+
+
+def ask(connector: object, default: Any, method: Callable[..., Any], *args: Any) -> Any:
+    """Returns the result of a method of a connector; `default` if it raises an error, which is logged."""
+    try:
+        return method(*args)
+    except Exception:
+        logger.exception("%s.%s failed", type(connector).__name__, method.__name__)
+        return default

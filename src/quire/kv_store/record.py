@@ -45,10 +45,6 @@ class InvalidRecordError(Exception):
         self.reason = reason
 
 
-REJECTIONS = ("mac", "truncated", "key", "tokens", "format", "io")
-"""Reasons for which a record is not used. key: it is another block's, or of another namespace."""
-
-
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
     """All of a record but its tag and its payload."""

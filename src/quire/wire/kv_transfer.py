@@ -22,6 +22,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+REJECTIONS = ("mac", "truncated", "key", "tokens", "format", "io")
+"""Reasons for which a record is not used. key: it is another block's, or of another namespace."""
 TransferOutcome = Literal["ok", "partial", "failed", "cancelled", "unknown"]
 """ok: all blocks. partial, failed: some or none, because of an error. cancelled: some or none, because of a cancel.
 unknown: the worker has never had the order."""

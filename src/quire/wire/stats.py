@@ -170,7 +170,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     num_leases: dict[str, int] = {}
     """Leases of blocks to other engines that have ended, by end: "released", "expired", "broken", "error"."""
     num_rejected_records: dict[str, int] = {}
-    """Records that were read and could not be used, by reason (`kv_store/record.py: REJECTIONS`)."""
+    """Records that were read and could not be used, by reason (`wire/kv_transfer.py: REJECTIONS`)."""
     num_saves_begun: int = 0
     """Blocks that were to be saved: those that were saved or dropped since, or wait."""
     num_waiting_saves: dict[str, int] = {}

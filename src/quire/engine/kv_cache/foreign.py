@@ -10,7 +10,6 @@ An error of the connector is logged and costs a load or a save, not the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from quire.kv_store.connector import (
     KVConnectorBase_V1,
     KVConnectorRole,
     Step,
+    ask,
     make_connector,
 )
 from quire.logger import init_logger
@@ -95,19 +95,11 @@ class ForeignScheduler(KVConnectorScheduler):
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
 
-    def _ask(self, default: Any, method: Callable[..., Any], *args: Any) -> Any:
-        """Returns what a method of the connector returns; `default` if it raises an error."""
-        try:
-            return method(*args)
-        except Exception:
-            logger.exception("%s.%s failed", type(self.foreign).__name__, method.__name__)
-            return default
-
     # -- requests ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = ForeignRequest(request)
-        self._ask(None, self.foreign.on_new_request, self._requests[request.request_id])
+        ask(self.foreign, None, self.foreign.on_new_request, self._requests[request.request_id])
 
     def request_finished(self, request: Request) -> None:
         request_id = request.request_id
@@ -120,9 +112,10 @@ class ForeignScheduler(KVConnectorScheduler):
         ids = [[block.block_id for block in table] for table in tables] or [[] for _ in self.specs]
         finish: Any = getattr(self.foreign, "request_finished_all_groups", None)
         if finish is not None:
-            is_held, params = self._ask((False, None), finish, foreign, tuple(ids))
+            is_held, params = ask(self.foreign, (False, None), finish, foreign, tuple(ids))
         else:
-            is_held, params = self._ask((False, None), self.foreign.request_finished, foreign, ids[0] if ids else [])
+            own_ids, finish = ids[0] if ids else [], self.foreign.request_finished
+            is_held, params = ask(self.foreign, (False, None), finish, foreign, own_ids)
         request.report.transfer_params = params
         blocks = [block for table in tables for block in table if not block.is_null]
         if is_held and blocks:  # the scheduler has just freed them, and has given none of them away
@@ -143,8 +136,8 @@ class ForeignScheduler(KVConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         foreign = self._requests[request.request_id]
-        num_found, is_async = self._ask(
-            (0, False), self.foreign.get_num_new_matched_tokens, foreign, num_computed_tokens
+        num_found, is_async = ask(
+            self.foreign, (0, False), self.foreign.get_num_new_matched_tokens, foreign, num_computed_tokens
         )
         if num_found is None:
             return None
@@ -164,7 +157,8 @@ class ForeignScheduler(KVConnectorScheduler):
     def _tell_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
         foreign = self._requests.get(request.request_id)
         if foreign is not None:
-            self._ask(None, self.foreign.update_state_after_alloc, foreign, ForeignBlocks(block_ids), num_tokens)
+            blocks = ForeignBlocks(block_ids)
+            ask(self.foreign, None, self.foreign.update_state_after_alloc, foreign, blocks, num_tokens)
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
         num_tokens, tables = len(order.keys) * self.block_size, self._tables.pop(request.request_id)
@@ -194,9 +188,9 @@ class ForeignScheduler(KVConnectorScheduler):
             load.is_begun = True
             self._tell_blocks(load.request, load.block_ids, load.num_tokens)
         step = self._step
-        meta = self._ask(None, self.foreign.build_connector_meta, self._describe(step, begun))
+        meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(step, begun))
         is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
-        is_waiting = is_waiting or self._ask(False, self.foreign.has_pending_push_work)
+        is_waiting = is_waiting or ask(self.foreign, False, self.foreign.has_pending_push_work)
         self._next_at = time.monotonic() + POLL_S if is_waiting else NEVER
         return {
             "meta": meta,
@@ -241,17 +235,17 @@ class ForeignScheduler(KVConnectorScheduler):
             if request_id in self._sending:
                 self._sending.remove(request_id)
                 self._manager.held.release(("sending", request_id))
-        self._ask(None, self.foreign.update_connector_output, report)
+        ask(self.foreign, None, self.foreign.update_connector_output, report)
 
     def reset_cache(self) -> bool:
-        return self._ask(False, self.foreign.reset_cache) is not False
+        return ask(self.foreign, False, self.foreign.reset_cache) is not False
 
     def set_weights(self, path: str) -> None:
         if not self.reset_cache():
             logger.warning("the connector did not drop what was computed with the weights before %s", path)
 
     def shutdown(self) -> None:
-        self._ask(None, self.foreign.shutdown)
+        ask(self.foreign, None, self.foreign.shutdown)
 
 
 def _ids_of(tables: tuple[list[KVCacheBlock], ...]) -> BlockIds:

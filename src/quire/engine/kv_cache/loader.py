@@ -13,8 +13,7 @@ from quire.engine.kv_cache.hashing import block_extra_keys
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
-from quire.kv_store.record import REJECTIONS
-from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
+from quire.wire.kv_transfer import REJECTIONS, BlockKey, LoadOrder, LoadResult
 
 CANCEL_S = 0.05
 """Seconds that a cancelled load may take to end, before its request is computed without it."""

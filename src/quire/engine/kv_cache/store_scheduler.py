@@ -17,10 +17,9 @@ from quire.engine.request import Request
 from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex, StoreScanner
-from quire.kv_store.record import REJECTIONS
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
 
 logger = init_logger(__name__)
 

@@ -10,7 +10,6 @@ native kernels compute several layers in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_store.connector import KVConnectorBase_V1, KVConnectorRole, LoadContext, make_connector
+from quire.kv_store.connector import KVConnectorBase_V1, KVConnectorRole, LoadContext, ask, make_connector
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, LoadResult, SaveResult
@@ -89,14 +88,6 @@ class CompatWorker(KVConnectorWorker):
                 "attention backend have another; set QUIRE_CPU_KERNELS=torch"
             )
 
-    def _ask(self, default: Any, method: Callable[..., Any], *args: Any) -> Any:
-        """Returns what a method of the connector returns; `default` if it raises an error."""
-        try:
-            return method(*args)
-        except Exception:
-            logger.exception("%s.%s failed", type(self.foreign).__name__, method.__name__)
-            return default
-
     # -- a step ------------------------------------------------------------------------------------------------
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -123,8 +114,8 @@ class CompatWorker(KVConnectorWorker):
         foreign = self.foreign
         assert foreign is not None, "there is a cache before the first step"
         meta = step.params["meta"]
-        self._ask(None, foreign.handle_preemptions, meta)
-        self._ask(None, foreign.bind_connector_metadata, meta)
+        ask(self.foreign, None, foreign.handle_preemptions, meta)
+        ask(self.foreign, None, foreign.bind_connector_metadata, meta)
         try:
             foreign.start_load_kv(LoadContext(self._layers))
             for name in self._layers if step.loads else ():
@@ -142,12 +133,12 @@ class CompatWorker(KVConnectorWorker):
         foreign = self.foreign
         assert foreign is not None
         for name, layer in self._layers.items() if has_computed else ():
-            self._ask(None, foreign.save_kv_layer, name, layer, None)
-        self._ask(None, foreign.wait_for_save)
-        sent, received = self._ask((None, None), foreign.get_finished, step.params["finished"])
-        invalid = self._ask(set(), foreign.get_block_ids_with_load_errors)
-        meta = self._ask(None, foreign.build_connector_worker_meta)
-        self._ask(None, foreign.clear_connector_metadata)
+            ask(self.foreign, None, foreign.save_kv_layer, name, layer, None)
+        ask(self.foreign, None, foreign.wait_for_save)
+        sent, received = ask(self.foreign, (None, None), foreign.get_finished, step.params["finished"])
+        invalid = ask(self.foreign, set(), foreign.get_block_ids_with_load_errors)
+        meta = ask(self.foreign, None, foreign.build_connector_worker_meta)
+        ask(self.foreign, None, foreign.clear_connector_metadata)
         ended = [self._end_load(order, invalid, step.has_failed) for order in step.loads]
         for request_id in received or ():
             ids = self._async_ids.get(request_id)
@@ -178,7 +169,7 @@ class CompatWorker(KVConnectorWorker):
         foreign, self.foreign = self.foreign, None
         self._layers, self._step = {}, None
         if foreign is not None:
-            self._ask(None, foreign.shutdown)
+            ask(self.foreign, None, foreign.shutdown)
 
 
 def join_parts(kv_cache: KVCache) -> Tensor:

@@ -467,7 +467,7 @@ BUILD_INFO = InfoSpec(name="build_info", help="Version of Quire.", prefix=QUIRE)
 INFOS: tuple[InfoSpec, ...] = (CACHE_CONFIG_INFO, BUILD_INFO)
 
 NOT_APPLICABLE: dict[str, str] = {
-    "num_requests_kv_fetch_by_stage": "there is no transfer of KV blocks between engines; see quire_kv_loads_in_flight",
+    "num_requests_kv_fetch_by_stage": "loads have no stages here; see quire_kv_loads_in_flight",
     "watermark_requests": "outputs are not watermarked",
     "diffusion_*": "no diffusion models are served",
     "estimated_flops_per_gpu_total": "work is measured, not estimated: --enable-mfu-metrics does not exist",
@@ -475,7 +475,7 @@ NOT_APPLICABLE: dict[str, str] = {
     "estimated_write_bytes_per_gpu_total": "see estimated_flops_per_gpu_total",
     "kv_offload_*": "KV blocks are not offloaded",
     "simple_kv_offload_*": "KV blocks are not offloaded",
-    "nixl_*": "there is no NIXL connector",
+    "nixl_*": "blocks of other engines come by a protocol of its own: quire_kv_loads, quire_kv_leases",
     "hisparse_*": "there is no hierarchical sparse cache",
     "hf3fs_*": "there is no 3FS connector",
     "mooncake_store_*": "there is no Mooncake connector",

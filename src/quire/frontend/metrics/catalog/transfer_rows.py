@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import attrgetter
 
 from quire.frontend.metrics.catalog.spec import MetricSpec, each, labelled, of_transfers
+from quire.wire.kv_transfer import REJECTIONS
 
 TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
 SAVE_STATES = ("pinned", "postponed")
-REJECTIONS = ("mac", "truncated", "key", "tokens", "format", "io")
 HELD_STATES = ("loading", "loaded", "pinned", "zombie", "quarantined", "leased")
 
 TRANSFERS: tuple[MetricSpec, ...] = (
