@@ -85,6 +85,7 @@ class VectorProducts {
   public:
     using E = typename D::E;
     static constexpr bool WHOLE_GROUPS = false;  // keys that were not written are not read
+    static constexpr int64_t TILE_QUERIES = 48;
 
     static void score(const ChunkView<D>& view, const E* queries, int64_t size, int64_t rows, float* scores) {
         for (int64_t g = view.first_group / D::tile_blocks * D::tile_blocks; g < view.num_groups; g += D::tile_blocks)

@@ -22,7 +22,6 @@ namespace QK_ISA {
 constexpr int64_t CHUNK = 256;           // keys
 constexpr int64_t KEYS = 16;             // keys in a group: the lanes of a register
 constexpr int64_t GROUPS = CHUNK / KEYS;
-constexpr int64_t TILE_QUERIES = 48;     // rows (a query token times a head of its group) that share what is read of a chunk
 
 // One layer's cache for elements of D.
 template <class D>
@@ -217,7 +216,8 @@ struct Tile {
 // `Products` computes what has most of the operations (attention.cpp with vectors, attention_amx.cpp with tiles), for one thread:
 //   score(view, queries, size, rows, scores)                  scores [rows, CHUNK] of queries [rows, size] and the keys of `view`
 //   accumulate(view, next_keys, weights, rows, width, sums)   sums [rows, width] of its values, weighted; next_keys may be fetched
-// WHOLE_GROUPS: it needs zeros in the place of values that were not written.
+// WHOLE_GROUPS: it needs zeros in the place of values that were not written. TILE_QUERIES: rows (a query token times a head of its
+// group) that share what is read of a chunk.
 template <class D, class Products>
 class Attention {
   public:
@@ -254,6 +254,7 @@ class Attention {
     }
 
   private:
+    static constexpr int64_t TILE_QUERIES = Products::TILE_QUERIES;
     int64_t tokens_per_tile() const { return group_ >= TILE_QUERIES ? 1 : TILE_QUERIES / group_; }
     int64_t partial_floats() const { return group_ * (width_ + 2); }
     int64_t first_key(int64_t position) const {

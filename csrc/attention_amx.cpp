@@ -17,6 +17,7 @@ class TileProducts {
   public:
     using E = bf16;
     static constexpr bool WHOLE_GROUPS = true;
+    static constexpr int64_t TILE_QUERIES = 96;
 
     TileProducts() = default;
     ~TileProducts() {
