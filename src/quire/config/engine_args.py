@@ -261,20 +261,20 @@ def _check_transfer(config: EngineConfig) -> None:
     """Raises ConfigError for an engine whose blocks cannot be stored."""
     if config.kv_transfer_config.connector is None:
         return
-    num_workers = config.parallel_config.world_size
+    name, num_workers = config.kv_transfer_config.kv_connector, config.parallel_config.world_size
     why = {
         f"the model {config.model_config.name} sees its texts whole": config.model_config.hf_config.is_encoder
         and "there are no KV blocks; leave the store out",
         "--no-enable-prefix-caching": not config.cache_config.enable_prefix_caching
         and "stored blocks are found as cached prefixes are; enable prefix caching",
         f"--tensor-parallel-size x --pipeline-parallel-size {num_workers}": num_workers > 1
-        and "blocks of several workers cannot be stored yet; start several engines (--data-parallel-size), or leave "
-        "the store out",
+        and name != STORE
+        and "blocks of several workers can be in a --kv-store only yet; start several engines (--data-parallel-size), "
+        "or leave the connector out",
         "--device cuda": config.device_config.device == "cuda" and "only blocks in main memory can be stored yet",
     }
     for what, reason in why.items():
         if reason:
-            name = config.kv_transfer_config.kv_connector
             raise ConfigError(f"{'--kv-store' if name == STORE else name} with {what}: {reason}")
 
 

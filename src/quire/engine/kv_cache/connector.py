@@ -55,6 +55,12 @@ class KVConnectorScheduler(ABC):
         self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.block_size = self.specs[0].block_size if self.specs else 1
 
+    @classmethod
+    def check_config(cls, config: EngineConfig) -> None:
+        """Raises ConfigError if the connector cannot be used. Called before the workers are started, whose own errors
+        are harder to read."""
+        return
+
     # -- loads -------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -118,13 +118,14 @@ NO_EXCHANGE = NoExchange()
 
 def check_connector(config: EngineConfig) -> None:
     """Raises ConfigError if a connector is configured that cannot work with the rest."""
-    name = config.kv_transfer_config.kv_connector
-    if name is None:
+    name, connector = config.kv_transfer_config.kv_connector, config.kv_transfer_config.connector
+    if connector is None:
         return
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
     if config.observability_config.record is not None:
         raise ConfigError(f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {name!r}")
+    resolve(connector.scheduler).check_config(config)
 
 
 class _Steps:
@@ -198,14 +199,17 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, kv_cache_config: KVCacheConfig, link: TransferLink, manager: KVCacheManager
+        cls,
+        config: EngineConfig,
+        kv_cache_config: KVCacheConfig,
+        block_bytes: int,
+        link: TransferLink,
+        manager: KVCacheManager,
     ) -> KVExchange:
-        """Returns the exchange of the configured connector."""
+        """Returns the exchange of the configured connector. `block_bytes`: of a block of every group together."""
         transfer = config.kv_transfer_config
         assert transfer.connector is not None
         connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups
-        block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
         per_token = block_bytes / manager.block_size
         cost = LoadCost(per_token, transfer.min_load_tokens, transfer.load_bias, transfer.load_timeout_s)
         max_pinned = max(1, int(transfer.max_pinned_share * kv_cache_config.num_blocks))

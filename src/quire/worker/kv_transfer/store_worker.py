@@ -43,7 +43,7 @@ class StoreWorker(RecordWorker):
             self.cancel(transfer_id)
         for load in orders.loads:
             reader = RecordReader(self.directory, self._mac)
-            task = Load(load, self.namespace, reader, self.end)
+            task = Load(load, self.rank, self.namespace, reader, self.end)
             self.begin(load.load_id, task)
             self._io.submit_load(task, len(load.keys))
         for save in orders.saves:

@@ -55,14 +55,15 @@ class BlockBytes:
 
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
-        source, start = np.frombuffer(payload, np.uint8), 0
+        start = 0
         for part in self._parts[group]:
-            part[block_id] = source[start : start + part.shape[1]]
+            part[block_id] = np.frombuffer(payload, np.uint8, part.shape[1], start)
             start += part.shape[1]
 
     def copy_out(self, group: int, block_id: int) -> memoryview:
-        """Returns a copy of the bytes of one block of a group."""
-        return np.concatenate([part[block_id] for part in self._parts[group]]).data
+        """Returns a copy of the bytes of one block of a group. A stage without layers of the group has none."""
+        parts = [part[block_id] for part in self._parts[group]]
+        return np.concatenate(parts).data if parts else memoryview(b"")
 
 
 class Namespace:
@@ -114,7 +115,10 @@ class _Positions:
 class Load:
     """A load that several threads share. Positions are taken in order; the first that fails ends it."""
 
-    def __init__(self, order: LoadOrder, namespace: Namespace | None, reader: RecordReader, report: Report) -> None:
+    def __init__(
+        self, order: LoadOrder, rank: int, namespace: Namespace | None, reader: RecordReader, report: Report
+    ) -> None:
+        """`rank`: the worker, whose part of each block is read."""
         self.order = order
         self._namespace, self._reader, self._report = namespace, reader, report
         self._lock = threading.Lock()
@@ -122,9 +126,10 @@ class Load:
         self._num_active = 0
         self._is_cancelled = self._is_reported = False
         self._num_bytes, self._start_ts, self._progress_ts = 0, 0.0, 0.0
-        params = order.params or {}
-        self._extents: Sequence[str] = params.get("extents", ())
-        self._places: Sequence[Sequence[int]] = params.get("places", ())
+        parts = (order.params or {}).get("parts", ())
+        part = parts[rank] if rank < len(parts) else {}
+        self._extents: Sequence[str] = part.get("extents", ())
+        self._places: Sequence[Sequence[int]] = part.get("places", ())
         """Per group, of each position: the extent's index and the offset in it, or NO_PLACE."""
 
     def run_share(self, buffer: bytearray) -> None:
