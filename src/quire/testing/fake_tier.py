@@ -115,6 +115,9 @@ class FakeTierScheduler(KVConnectorScheduler):
         self.namespace = ""
         self._num_ended = 0
 
+    def may_transfer(self, request: Request) -> bool:
+        return request.lora_request is None or bool(request.report.adapter_digest)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         if self.tier.asks_again:
             return None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.kv_store import directory
 from quire.kv_store.access import BUSY_REST_S, OPEN_S, REST_S, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
@@ -108,8 +109,9 @@ def test_after_an_error_the_writer_rests_and_then_goes_on(
 
 
 def test_a_full_store_makes_room_and_a_busy_one_is_tried_again(
-    store: StoreDirectory, writer: StoreWriter, clock: Clock
+    store: StoreDirectory, writer: StoreWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(directory, "LOCK_WAIT_S", 0.0)
     with store.locked():
         assert write(writer, 1) == "full"
     assert write(writer, 1) == "full"

@@ -13,7 +13,6 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
-from quire.engine.kv_cache.saver import may_be_stored
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ValidationError
 from quire.kv_store.peer.client import PeerList
@@ -63,7 +62,7 @@ class PeerScheduler(KVConnectorScheduler):
     # -- requests ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        if not self._takes or not self._identity or not may_be_stored(request):
+        if not self._takes or not self._identity or not self.may_transfer(request):
             return
         params = _params_of(request)
         if params is not None and params.do_remote_prefill and params.remote_request_id:

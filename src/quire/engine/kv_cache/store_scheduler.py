@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.request import Request
 from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
@@ -84,11 +85,14 @@ class StoreScheduler(KVConnectorScheduler):
     def check_config(cls, config: EngineConfig) -> None:
         _open_directory(config).close()
 
+    def may_transfer(self, request: Request) -> bool:
+        return request.lora_request is None or bool(request.report.adapter_digest)
+
     # -- loads -------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         index = self._index
-        if index is None or not self._loads or request.lora_request is not None:
+        if index is None or not self._loads:
             return NO_MATCH
         num_tokens = find_longest_match(
             self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
@@ -103,7 +107,8 @@ class StoreScheduler(KVConnectorScheduler):
             return True
         start, stop = num_computed_tokens // self.block_size, (num_computed_tokens + num_tokens) // self.block_size
         groups = range(len(self.specs))
-        return all(any(index.contains(digest, g) for g in groups) for digest in request.block_hashes[start:stop])
+        hashes = stored_hashes(request, self.block_size)[start:stop]
+        return all(any(index.contains(digest, g) for g in groups) for digest in hashes)
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
         index, groups = self._index, range(len(self.specs))
@@ -137,7 +142,7 @@ class StoreScheduler(KVConnectorScheduler):
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if not self._saves or request.lora_request is not None:
+        if not self._saves:
             return False
         params = request.sampling_params
         is_kept_off = (

@@ -19,7 +19,7 @@ from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.saver import BlockSaver, SaveCounts, may_be_stored
+from quire.engine.kv_cache.saver import BlockSaver, SaveCounts
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
@@ -238,7 +238,7 @@ class KVExchange(NoExchange, AdmissionGate):
     def _lease(self, request: Request) -> None:
         """Holds the blocks of an ended request for another engine, if they are asked for. They are free, and none was
         given to others since."""
-        lease = self.connector.name_lease(request) if may_be_stored(request) else None
+        lease = self.connector.name_lease(request) if request.lora_request is None else None
         if lease is not None:
             num_tokens = self.leases.grant(request, lease, self.saver.is_being_filled)
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
@@ -314,14 +314,14 @@ class KVExchange(NoExchange, AdmissionGate):
     def begins_load(
         self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
     ) -> bool:
-        if request.skip_reading_prefix_cache or not may_be_stored(request):
+        if request.skip_reading_prefix_cache or not self.connector.may_transfer(request):
             return False
         if request in self._loaded or self._declined == (request, num_hits):
             return False
         first = num_hits // self._manager.block_size
         if (first + 1) * self._manager.block_size >= request.num_tokens:
             return False
-        other = self.loader.find(request.block_hashes[first])
+        other = self.loader.find(request, first)
         if other is not None:
             self._waits[request] = other
             return True
@@ -408,7 +408,7 @@ class KVExchange(NoExchange, AdmissionGate):
             self.loader.release(loaded[0])
         self.connector.request_started(request)
         self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
-        if not request.skip_reading_prefix_cache and may_be_stored(request):
+        if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
 
