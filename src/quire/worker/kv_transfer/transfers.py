@@ -1,8 +1,5 @@
-"""Loads and saves of the store: records to blocks of the KV cache, and back.
-
-A record passes through a buffer of its thread. A tag over one piece of memory is computed without the interpreter's
-lock; over the many pieces of a block (keys and values of each layer) it is not, and two threads are no faster than one.
-"""
+"""Loads and saves of the store: records to blocks of the KV cache, and back. A record passes through a buffer of its
+thread."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv_store.access import GONE, RecordReader, StoreWriter
+from quire.kv_store.access import GONE, RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.record import InvalidRecordError, RecordHeader, make_header, seal_extra_keys
 from quire.logger import init_logger
 from quire.wire.kv_transfer import (
@@ -52,6 +49,10 @@ class BlockBytes:
         for name, group in memory.layer_groups.items():
             parts[group] += memory.backend.block_views(memory.caches[name])
         return BlockBytes(parts)
+
+    def pieces(self, group: int, block_id: int) -> list[memoryview]:
+        """Returns the memory of one block of a group: keys and values of each layer in order."""
+        return [part[block_id].data for part in self._parts[group]]
 
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
@@ -132,7 +133,7 @@ class Load:
         self._places: Sequence[Sequence[int]] = part.get("places", ())
         """Per group, of each position: the extent's index and the offset in it, or NO_PLACE."""
 
-    def run_share(self, buffer: bytearray) -> None:
+    def run_share(self, buffer: RecordBuffer) -> None:
         """Reads positions until there are none left; each record by way of `buffer`."""
         with self._lock:
             if self._is_reported:
@@ -167,7 +168,7 @@ class Load:
             num_verified = self._positions.num_verified
         self._report(KVConnectorOutput(progress={self.order.load_id: num_verified}))
 
-    def _read(self, position: int, buffer: bytearray) -> str:
+    def _read(self, position: int, buffer: RecordBuffer) -> str:
         """Reads the blocks of a position. Returns the reason for which they cannot be used, or ""."""
         key, namespace = self.order.keys[position], self._namespace
         if namespace is None:
@@ -176,8 +177,8 @@ class Load:
         try:
             for group, block_ids in enumerate(self.order.block_ids):
                 if block_ids[position]:
-                    payload = self._read_record(namespace, group, position, buffer)
-                    namespace.blocks.copy_in(group, block_ids[position], payload)
+                    start = self._read_record(namespace, group, position, buffer)
+                    buffer.copy_to(start, namespace.blocks.pieces(group, block_ids[position]))
                     is_proven = True
             if not is_proven:
                 self._prove_identity(namespace, position, buffer)
@@ -189,7 +190,7 @@ class Load:
             return "io"
         return ""
 
-    def _prove_identity(self, namespace: Namespace, position: int, buffer: bytearray) -> None:
+    def _prove_identity(self, namespace: Namespace, position: int, buffer: RecordBuffer) -> None:
         """Compares the record of a block that no group needs. Raises InvalidRecordError."""
         for group, places in enumerate(self._places):
             if places[position] != NO_PLACE:
@@ -197,16 +198,16 @@ class Load:
                 return
         raise InvalidRecordError(GONE, "no record proves the block")
 
-    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: bytearray) -> memoryview:
+    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: RecordBuffer) -> memoryview:
         """Returns the payload of a group's record. Raises InvalidRecordError."""
         place = self._places[group][position]
         if place == NO_PLACE:
             raise InvalidRecordError(GONE, "the record is not in the index any more")
         header = namespace.header_of(group, self.order.keys[position])
-        payload = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+        start = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
         with self._lock:
             self._num_bytes += header.record_bytes
-        return payload
+        return start
 
     def _finish_if_idle(self) -> None:
         """Reports the end once no thread reads, and none will. The caller holds the lock."""
