@@ -68,7 +68,9 @@ def test_workers_that_cannot_transfer_are_refused() -> None:
 
 def test_a_transfer_has_ended_when_all_workers_have_reported_it() -> None:
     aggregator = TransferAggregator(3)
-    first = aggregator.add(1, KVConnectorOutput([LoadResult(1, 5, "ok", 10, 1.0)], [SaveResult(2, 4)], {7: 1}, {"x": 1}))
+    first = aggregator.add(
+        1, KVConnectorOutput([LoadResult(1, 5, "ok", 10, 1.0)], [SaveResult(2, 4)], {7: 1}, {"x": 1})
+    )
     assert first == KVConnectorOutput(info={"x": 1}, rank=1), "a message is passed on"
     assert not aggregator.add(0, KVConnectorOutput([LoadResult(1, 3, "partial", 6, 3.0, "mac")]))
     last = aggregator.add(2, KVConnectorOutput([LoadResult(1, 4, "cancelled", 8, 2.0)], [SaveResult(2, 4)]))
@@ -82,7 +84,9 @@ def test_a_transfer_has_ended_when_all_workers_have_reported_it() -> None:
 def test_the_worker_that_has_done_least_gives_the_reason() -> None:
     aggregator = TransferAggregator(2)
     aggregator.add(0, KVConnectorOutput([LoadResult(1, 5, "partial", reason="mac"), LoadResult(2, 0, "cancelled")]))
-    joined = aggregator.add(1, KVConnectorOutput([LoadResult(1, 2, "cancelled"), LoadResult(2, 0, "failed", reason="io")]))
+    joined = aggregator.add(
+        1, KVConnectorOutput([LoadResult(1, 2, "cancelled"), LoadResult(2, 0, "failed", reason="io")])
+    )
     assert joined.loads == [LoadResult(1, 2, "cancelled"), LoadResult(2, 0, "failed", reason="io")]
 
 

@@ -178,7 +178,9 @@ def test_a_block_comes_back_bit_by_bit(
         assert engine.is_equal(block_id, expected), block_id
 
 
-def test_each_of_several_workers_has_its_own_part_of_a_block(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_each_of_several_workers_has_its_own_part_of_a_block(
+    make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
     workers = [make_engine(rank=rank, tensor_parallel_size=2) for rank in range(2)]
     staged = [make_engine(rank=rank, pipeline_parallel_size=2) for rank in range(2)]
     fingerprints = {one.fingerprint for one in [*workers, *staged, make_engine()]}
@@ -194,7 +196,10 @@ def test_each_of_several_workers_has_its_own_part_of_a_block(make_engine: Callab
         with extent.open("r+b") as file:
             file.seek(int(extent.stat().st_size * 2.5 / 4))  # in the payload of the third
             file.write(b"damage")
-    joined = [aggregator.add(rank, KVConnectorOutput([one.load(keys, [[31, 32, 33, 34]])])) for rank, one in enumerate(workers)]
+    joined = [
+        aggregator.add(rank, KVConnectorOutput([one.load(keys, [[31, 32, 33, 34]])]))
+        for rank, one in enumerate(workers)
+    ]
     assert [report.loads for report in joined[:1]] == [[]]
     (result,) = joined[1].loads
     assert (result.num_verified, result.outcome, result.reason) == (2, "partial", "mac")

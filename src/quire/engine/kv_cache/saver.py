@@ -12,9 +12,7 @@ from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
-from quire.engine.request import Request
 from quire.wire.kv_transfer import BlockKey, SavedBlock, SaveOrder, SaveResult
-
 
 MAX_POSTPONED = 1 << 16
 """Most blocks that wait to be offered to the store again."""

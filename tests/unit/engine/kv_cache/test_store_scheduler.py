@@ -60,9 +60,7 @@ class Store:
         }
         self.half.update_connector_output(KVConnectorOutput(info=info, rank=rank))
 
-    def write(
-        self, request: ModelRequest, blocks: list[int], group: int = 0, fingerprint: bytes = FINGERPRINT
-    ) -> None:
+    def write(self, request: ModelRequest, blocks: list[int], group: int = 0, fingerprint: bytes = FINGERPRINT) -> None:
         if fingerprint not in self.writers:
             self.writers[fingerprint] = self.directory.create_extent(fingerprint)
         for index in blocks:
