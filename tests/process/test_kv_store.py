@@ -92,7 +92,7 @@ def test_a_killed_core_and_another_engine_read_what_was_computed(tmp_path: Path)
 def test_a_worker_that_dies_in_a_transfer_costs_nothing(
     size: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two is killed in the middle of a load or a save: the answer has the tokens of an engine without a store."""
+    """One of two is killed in the middle of a load or a save: the answer has the tokens of one without a store."""
     directory, deaths = tmp_path / "store", tmp_path / "deaths"
 
     async def run() -> None:

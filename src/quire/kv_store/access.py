@@ -25,8 +25,8 @@ class RecordBuffer:
     """The memory of one thread through which records pass on their way into blocks.
 
     A tag over one piece of memory is computed without the interpreter's lock; over the many pieces of a block (keys and
-    values of each layer) it is not, and several threads are no faster than one. So a record is read into one piece. That
-    is a file in memory (memfd), from which the system fills all pieces of a block in one call, without the lock.
+    values of each layer) it is not, and several threads are no faster than one. So a record is read into one piece.
+    That is a file in memory (memfd), from which the system fills all pieces of a block in one call, without the lock.
     """
 
     def __init__(self) -> None:

@@ -111,8 +111,9 @@ class KVMemory:
             raise ProtocolError(f"block {block_id} is loaded while {self._num_holders[block_id]} live tables hold it")
         if any(block_id in written for written in self.in_flight):
             raise ProtocolError(f"block {block_id} is loaded while a step in flight may write it")
-        at = block_id * self._bytes_per_block
-        self._slots[at + rank : at + len(slots) * num_ranks : num_ranks] = slots
+        at = block_id * self._bytes_per_block + rank
+        slots = slots[: len(range(rank, self._bytes_per_block, num_ranks))]
+        self._slots[at : at + len(slots) * num_ranks - num_ranks + 1 : num_ranks] = slots
 
     def _check_writable(self, block_id: int, table: BlockTable) -> None:
         if block_id == NULL_BLOCK_ID:

@@ -118,7 +118,7 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
                 "tensor_parallel_size": 2,
                 "kv_transfer_config": {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
             },
-            "-size x --pipeline-parallel-size 2: a connector written for vLLM's interface sees the blocks of one worker",
+            "size x --pipeline-parallel-size 2: a connector written for vLLM's interface sees the blocks of one",
         ),
         ({"device": "cuda"}, "only blocks in main memory can be stored yet"),
     ],

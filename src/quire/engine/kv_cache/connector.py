@@ -195,8 +195,8 @@ def find_longest_match(
     """Returns the most tokens beyond `num_computed_tokens` that can be loaded: full groups have all blocks of them, and
     groups with a window or chunk what the token after them reads.
 
-    `has(group_id, digest)`, with a digest of `stored_hashes`, returns whether a store has a block. It is asked for each block of full groups up to the
-    first that is missing, and for few of the others.
+    `has(group_id, digest)`, with a digest of `stored_hashes`, returns whether a store has a block. It is asked for each
+    block of full groups up to the first that is missing, and for few of the others.
     """
     size = specs[0].block_size
     start = num_computed_tokens // size

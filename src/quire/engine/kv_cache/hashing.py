@@ -41,8 +41,8 @@ def block_extra_keys(request: Request, block_index: int, block_size: int) -> Ext
 
 
 def stored_extra_keys(extra_keys: ExtraKeys | None, adapter_digest: str) -> ExtraKeys | None:
-    """Returns the extra keys of a block for a store outside the engine: an adapter counts by the digest of its files, not
-    by its name, path and revision."""
+    """Returns the extra keys of a block for a store outside the engine: an adapter counts by the digest of its files,
+    not by its name, path and revision."""
     if extra_keys is None or not adapter_digest:
         return extra_keys
     named = [("adapter", adapter_digest) if key[0] == "lora" else key for key in extra_keys]
@@ -50,8 +50,8 @@ def stored_extra_keys(extra_keys: ExtraKeys | None, adapter_digest: str) -> Extr
 
 
 def stored_hashes(request: Request, block_size: int) -> list[BlockHash]:
-    """Returns the hashes by which a store outside the engine knows a request's blocks: its `block_hashes`, or those with
-    `stored_extra_keys`; none before its adapter was loaded. They must not be changed."""
+    """Returns the hashes by which a store outside the engine knows a request's blocks: its `block_hashes`, or those
+    with `stored_extra_keys`; none before its adapter was loaded. They must not be changed."""
     if request.lora_request is None:
         return request.block_hashes
     digest, known = request.report.adapter_digest, request.report.stored_hashes

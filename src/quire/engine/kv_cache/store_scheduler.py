@@ -1,7 +1,7 @@
 """The scheduler half of the store: which blocks a directory has, and which are worth writing.
 
-The index is in memory and follows the directory in a thread of its own. The namespaces come from the worker halves: each
-worker of the engine writes and reads its part of a block, as a record of its own.
+The index is in memory and follows the directory in a thread of its own. The namespaces come from the worker halves:
+each worker of the engine writes and reads its part of a block, as a record of its own.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def compute_fingerprint(
     loaded_ns: int,
     is_stopped: Callable[[], bool],
 ) -> bytes:
-    """Returns the fingerprint of a worker's part of blocks that are computed with the weights of `model_dir`, which were
-    read after `loaded_ns`. Hashes weights that were not hashed before.
+    """Returns the fingerprint of a worker's part of blocks that are computed with the weights of `model_dir`, which
+    were read after `loaded_ns`. Hashes weights that were not hashed before.
 
     Raises OSError, and what `FileDigests.digest_files` raises.
     """

@@ -198,8 +198,8 @@ class Load:
                 return
         raise InvalidRecordError(GONE, "no record proves the block")
 
-    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: RecordBuffer) -> memoryview:
-        """Returns the payload of a group's record. Raises InvalidRecordError."""
+    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: RecordBuffer) -> int:
+        """Reads a group's record. Returns where its payload begins in `buffer`. Raises InvalidRecordError."""
         place = self._places[group][position]
         if place == NO_PLACE:
             raise InvalidRecordError(GONE, "the record is not in the index any more")

@@ -259,7 +259,9 @@ def test_new_weights_are_known_when_all_workers_have_them(stores: Any) -> None:
     store.identify(generation=1)
     store.identify(generation=0, fingerprint=OTHER, rank=1)  # of the old weights, late
     assert store.num_matched(request) == 0
+    assert store.half.seconds_to_save() == math.inf
     store.identify(generation=1, fingerprint=OTHER, rank=1)
+    store.half._index.scan()
     assert store.num_matched(request) == 12
 
 
