@@ -77,7 +77,7 @@ SEVERAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), SEVERAL)
 def test_several_workers_read_what_they_wrote(kind: str, layout: str, tmp_path: Path) -> None:
-    """What one worker computes, several compute, have in their cache, and read: in the same engine, and in the next."""
+    """Several workers compute what one computes, have it in their cache, and read it, in the next engine too."""
     model, directory = make_tiny_checkpoint(tmp_path / kind, kind), tmp_path / "store"
     with engine(model, None) as llm:
         expected, _ = answer(llm)

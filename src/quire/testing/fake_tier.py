@@ -52,7 +52,7 @@ class StoredBlock:
     """A record: what it says of itself, and its bytes."""
 
     namespace: str
-    """That of the weights, and of the worker."""
+    """Name of the weights, and of the worker."""
     group_id: int
     key: BlockKey
     slots: bytes

@@ -40,7 +40,7 @@ def accepted_past_a_failure(patch: Patch) -> None:
 
 @tier_mutant
 def accepted_from_the_first_worker(patch: Patch) -> None:
-    """What one of several workers has verified counts, whatever the others have."""
+    """Counts the blocks that one of several workers has verified, whatever the others have."""
 
     def add(original: Any, self: Any, transfer_id: int, rank: int, part: Any) -> Any:
         done = original(self, transfer_id, rank, part)

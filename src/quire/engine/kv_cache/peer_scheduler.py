@@ -47,7 +47,7 @@ class _Asked:
 
     num_blocks: int
     answers: dict[int, dict[str, bytes]] = field(default_factory=dict)
-    """By rank and address: a bit for each group and block."""
+    """Answers by rank and address: a bit for each group and block."""
 
     def join(self) -> dict[str, int]:
         """Returns what the servers have for all workers."""

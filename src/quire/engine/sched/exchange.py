@@ -20,6 +20,7 @@ from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.kv_cache.saver import BlockSaver, SaveCounts
+from quire.engine.kv_cache.sizing import KVCacheSizes
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
@@ -28,7 +29,6 @@ from quire.kv_transfer_params import FIELD as TRANSFER_PARAMS
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.execution import SchedulerOutput
-from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata
 from quire.wire.stats import KVTransferStats, SchedulerStats
 
@@ -199,20 +199,15 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @classmethod
     def from_config(
-        cls,
-        config: EngineConfig,
-        kv_cache_config: KVCacheConfig,
-        block_bytes: int,
-        link: TransferLink,
-        manager: KVCacheManager,
+        cls, config: EngineConfig, sizes: KVCacheSizes, link: TransferLink, manager: KVCacheManager
     ) -> KVExchange:
-        """Returns the exchange of the configured connector. `block_bytes`: of a block of every group together."""
+        """Returns the exchange of the configured connector."""
         transfer = config.kv_transfer_config
         assert transfer.connector is not None
-        connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
-        per_token = block_bytes / manager.block_size
+        connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, sizes.config)
+        per_token = sizes.block_bytes / manager.block_size
         cost = LoadCost(per_token, transfer.min_load_tokens, transfer.load_bias, transfer.load_timeout_s)
-        max_pinned = max(1, int(transfer.max_pinned_share * kv_cache_config.num_blocks))
+        max_pinned = max(1, int(transfer.max_pinned_share * sizes.config.num_blocks))
         return cls(connector, manager, link, cost=cost, max_pinned_blocks=max_pinned)
 
     # -- the gate ----------------------------------------------------------------------------------------------
