@@ -54,7 +54,7 @@ class RequestReport:
     """Counts of a request's admissions and preemptions; its adapter; events, stop reason and error for its client."""
 
     __slots__ = (
-        *("adapter", "error", "events", "external_source", "lora_start", "num_cached_tokens", "num_external_tokens"),
+        *("adapter", "error", "events", "external_by_source", "lora_start", "num_cached_tokens", "num_external_tokens"),
         *("load_span", "num_lost_tokens", "num_preemptions", "stop_reason", "transfer_params"),
     )
 
@@ -67,8 +67,8 @@ class RequestReport:
         """Tokens that the first admission found in a cache; -1 before it."""
         self.num_external_tokens = 0
         """Number of those that were loaded for it."""
-        self.external_source = ""
-        """Label of the source of the last load."""
+        self.external_by_source: dict[str, int] = {}
+        """Tokens that loads have brought, by the label of their source."""
         self.load_span: tuple[float, float] | None = None
         """Start and end of the last load."""
         self.num_lost_tokens = 0

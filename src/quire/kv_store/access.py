@@ -25,6 +25,8 @@ class RecordReader:
 
     def __init__(self, directory: StoreDirectory, mac: RecordMac) -> None:
         self._directory, self._mac = directory, mac
+        self.num_records = 0
+        """Records that were read, whole, in part or with an error."""
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -40,13 +42,19 @@ class RecordReader:
         except FileNotFoundError:
             raise InvalidRecordError(GONE, f"{extent} was deleted") from None
         except OSError as e:
+            self._count()
             raise InvalidRecordError("io", f"{extent} cannot be read: {e.strerror}") from None
+        self._count()
         if num_bytes != header.record_bytes:
             raise InvalidRecordError("truncated", f"{extent} ends within the record at {offset}")
         head, rest = record[: len(expected)], record[len(expected) :]
         tag, payload = rest[:TAG_BYTES], rest[TAG_BYTES:]
         self._mac.check(expected, head, tag, [payload])
         return payload
+
+    def _count(self) -> None:
+        with self._lock:
+            self.num_records += 1
 
     def _open(self, extent: str) -> int:
         with self._lock:

@@ -9,11 +9,14 @@ import contextlib
 import os
 import threading
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow, open_extent
+from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -23,6 +26,7 @@ END_S = 1.0
 USE_INTERVAL_S = 60.0
 """An extent's use is noted in the file system at most this often."""
 _OFFSET_BITS = 32
+_MASK, _SPREAD = (1 << 60) - 1, 0x9E3779B97F4A7C15
 
 
 class Place(NamedTuple):
@@ -37,7 +41,7 @@ class _Known:
     """An extent that was read. `end`: offset after its last known record."""
 
     file: ExtentFile
-    keys: list[bytes] = field(default_factory=list)
+    keys: array[int] = field(default_factory=lambda: array("Q"))
     end: int = 0
     is_sealed: bool = False
     noted_ts: float = float("-inf")
@@ -51,8 +55,8 @@ class StoreIndex:
         self.num_bytes = 0
         """Bytes of all extents of the directory at the last scan."""
         self._namespace = fingerprint.hex()[:NAMESPACE_DIGITS]
-        self._places: dict[bytes, int] = {}
-        """Digest and group to the extent's number and the offset in it."""
+        self._places: dict[int, int] = {}
+        """`_key_of` a block to the extent's number and the offset in it."""
         self._known: dict[int, _Known] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         """Name and inode to number."""
@@ -67,7 +71,7 @@ class StoreIndex:
 
     def find(self, digest: bytes, group: int) -> Place | None:
         """Returns where the record of a block is, or None."""
-        value = self._places.get(digest + group.to_bytes(4, "little"))
+        value = self._places.get(_key_of(digest, group))
         if value is None:
             return None
         known = self._known.get(value >> _OFFSET_BITS)
@@ -75,11 +79,11 @@ class StoreIndex:
 
     def contains(self, digest: bytes, group: int) -> bool:
         """Returns whether there is a record of a block."""
-        return digest + group.to_bytes(4, "little") in self._places
+        return _key_of(digest, group) in self._places
 
     def forget(self, digest: bytes, group: int) -> None:
         """Drops an entry whose record could not be used, so that the block is stored again."""
-        self._places.pop(digest + group.to_bytes(4, "little"), None)
+        self._places.pop(_key_of(digest, group), None)
 
     def forget_all(self) -> None:
         """Drops all entries. Extents that were read are not read again."""
@@ -87,7 +91,7 @@ class StoreIndex:
 
     def note_use(self, digest: bytes, group: int) -> None:
         """Records that a block was used; the next scan notes it in the file system."""
-        value = self._places.get(digest + group.to_bytes(4, "little"))
+        value = self._places.get(_key_of(digest, group))
         if value is not None:
             self._used.add(value >> _OFFSET_BITS)
 
@@ -127,7 +131,7 @@ class StoreIndex:
         table = self.directory.load_table(file)
         if table is not None:
             if table.fingerprint == self.fingerprint:
-                self._add(number, [entry for entry in table.entries if entry.offset >= known.end])
+                self._add_table(number, table)
             known.is_sealed = True
             return
         descriptor = open_extent(self.directory.descriptor, file.name)
@@ -140,10 +144,19 @@ class StoreIndex:
     def _add(self, number: int, entries: list[Entry]) -> None:
         known = self._known[number]
         for entry in entries:
-            key = entry.digest + entry.group.to_bytes(4, "little")
+            key = _key_of(entry.digest, entry.group)
             self._places[key] = number << _OFFSET_BITS | entry.offset
             known.keys.append(key)
             known.end = entry.end
+
+    def _add_table(self, number: int, table: Table) -> None:
+        """Adds the records of a sealed extent that are not known yet, all at once."""
+        columns = table.columns
+        columns = columns[columns["offset"] >= self._known[number].end]
+        keys = (columns["start"] ^ columns["group"].astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(_MASK)
+        places = columns["offset"] | np.uint64(number << _OFFSET_BITS)
+        self._places.update(zip(keys.tolist(), places.tolist(), strict=True))
+        self._known[number].keys.frombytes(keys.tobytes())
 
     def _drop(self, number: int) -> None:
         for key in self._known.pop(number).keys:
@@ -160,6 +173,12 @@ class StoreIndex:
             known.noted_ts = now
             with contextlib.suppress(OSError):
                 self.directory.note_use(known.file, time.time_ns())
+
+
+def _key_of(digest: bytes, group: int) -> int:
+    """Returns the name of a block in the index: a small integer. A record that another block's name leads to is
+    rejected when it is read, as any that is not the one that was asked for."""
+    return (int.from_bytes(digest[:8], "little") ^ group * _SPREAD) & _MASK
 
 
 class StoreScanner:

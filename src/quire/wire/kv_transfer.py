@@ -18,6 +18,7 @@ The protocol, which a worker half must keep:
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -103,6 +104,13 @@ class LoadResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Time from its first read to its end."""
     reason: str = ""
     """Reason of "partial" and "failed": mac, truncated, key, tokens, format, io, or the connector's own."""
+    num_records: int = 0
+    """Records that were read, of which each was accepted or rejected; a load that ends early may have read some that
+    are not used."""
+    num_accepted: int = 0
+    """Records that are what they should be."""
+    num_rejected: dict[str, int] = {}
+    """Records that are not, by reason (`REJECTIONS`)."""
 
 
 class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -118,6 +126,15 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 Result = TypeVar("Result", LoadResult, SaveResult)
+
+
+Item = TypeVar("Item", LoadOrder, SaveOrder, LoadResult, SaveResult)
+
+
+def renumber(item: Item, transfer_id: int) -> Item:
+    """Returns a copy of an order or a result with another id."""
+    field = "load_id" if isinstance(item, LoadOrder | LoadResult) else "save_id"
+    return msgspec.structs.replace(item, **{field: transfer_id})
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -167,7 +184,12 @@ def _add_part(
 def _join(parts: list[Result], counted: str) -> Result:
     """Returns the worst of the workers' results, with what all of them have done of the field `counted`."""
     worst = max(parts, key=lambda part: _SEVERITY[part.outcome])
-    done = {counted: min(getattr(part, counted) for part in parts)}
+    done: dict[str, Any] = {counted: min(getattr(part, counted) for part in parts)}
+    loads = [part for part in parts if isinstance(part, LoadResult)]
+    if loads:
+        done["num_records"] = sum(load.num_records for load in loads)
+        done["num_accepted"] = sum(load.num_accepted for load in loads)
+        done["num_rejected"] = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
     num_bytes, seconds = sum(part.num_bytes for part in parts), max(part.seconds for part in parts)
     return msgspec.structs.replace(worst, num_bytes=num_bytes, seconds=seconds, **done)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -122,6 +123,7 @@ class Load:
         self._num_active = 0
         self._is_cancelled = self._is_reported = False
         self._num_bytes, self._start_ts, self._progress_ts = 0, 0.0, 0.0
+        self._num_accepted, self._num_rejected = 0, Counter[str]()
         params = order.params or {}
         self._extents: Sequence[str] = params.get("extents", ())
         self._places: Sequence[Sequence[int]] = params.get("places", ())
@@ -198,8 +200,14 @@ class Load:
         if place == NO_PLACE:
             raise InvalidRecordError(GONE, "the record is not in the index any more")
         header = namespace.header_of(group, self.order.keys[position])
-        payload = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+        try:
+            payload = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+        except InvalidRecordError as e:
+            with self._lock:
+                self._num_rejected[e.reason] += e.reason != GONE
+            raise
         with self._lock:
+            self._num_accepted += 1
             self._num_bytes += header.record_bytes
         return payload
 
@@ -219,6 +227,8 @@ class Load:
             outcome = "cancelled"
         seconds = time.monotonic() - self._start_ts if self._start_ts else 0.0
         result = LoadResult(self.order.load_id, num_verified, outcome, self._num_bytes, seconds, reason)
+        result.num_records, result.num_accepted = self._reader.num_records, self._num_accepted
+        result.num_rejected = dict(+self._num_rejected)
         self._report(KVConnectorOutput(loads=[result]))
 
 
