@@ -19,6 +19,7 @@ import asyncio
 import gc
 import json
 import os
+import queue
 import random
 import resource
 import shutil
@@ -28,8 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ from benchmarks.versus.peers import DEFAULT_HOME, PEERS, Place
 from quire import EngineArgs, SamplingParams
 from quire.config.kv_events import KVEventsConfig
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.kv_cache.changes import BlockChanges
+from quire.engine.kv_cache.changes import BlockChanges, Cleared
 from quire.engine.kv_cache.connector import find_longest_match
 from quire.engine.kv_events import KVEventPublisher
 from quire.frontend.async_llm import AsyncLLM
@@ -319,27 +319,18 @@ def _resident_bytes() -> int:
 EVENT_BLOCKS, EVENT_ROUNDS, BLOCKS_PER_STEP = 100_000, 5, 128
 
 
-def _fill_pool(pool: BlockPool, requests: Sequence[Any], take: bool, publisher: KVEventPublisher | None) -> float:
-    """Registers the blocks of all requests, and evicts those of the ones before. Returns seconds."""
+def _fill_pool(pool: BlockPool, requests: Sequence[Any], batches: list[Any]) -> float:
+    """Registers the blocks of all requests; `batches` gets their changes. Returns seconds."""
     tables = []
     for request in requests:
         number = len(request.block_hashes)
         tables.append(([pool.get_new_blocks(number)], number))
-        pool.free_blocks(())
     start = time.perf_counter()
     for request, (table, number) in zip(requests, tables, strict=True):
         pool.cache_full_blocks(request, table, range(number), BLOCK_SIZE, None)
-        if take and pool.changes is not None:
-            changes = pool.changes.take()
-            if publisher is not None:
-                publisher.publish(changes)
-    seconds = time.perf_counter() - start
-    for table, _ in tables:
-        pool.evict_blocks(table[0])
-        pool.free_blocks(table[0])
         if pool.changes is not None:
-            pool.changes.take()
-    return seconds
+            batches.append(pool.changes.take())
+    return time.perf_counter() - start
 
 
 def measure_events(directory: Path) -> None:
@@ -356,9 +347,9 @@ def measure_events(directory: Path) -> None:
                 all_token_ids=tokens,
                 block_hashes=hashes,
                 lora_request=None,
+                lora_start=0,
                 cache_salt=None,
-                mm_features=(),
-                adapter=None,
+                prompt_embeds=None,
             )
         )
     num_blocks = len(requests) * BLOCKS_PER_STEP
@@ -367,7 +358,7 @@ def measure_events(directory: Path) -> None:
         for name, found in costs.items():
             pool = BlockPool(num_blocks + 2)
             pool.changes = BlockChanges() if name == "with" else None
-            found.append(_fill_pool(pool, requests, True, None))
+            found.append(_fill_pool(pool, requests, []))
     per_block = (min(costs["with"]) - min(costs["without"])) / num_blocks
     print(f"on the core's loop: {1e6 * per_block:.2f} us for each block (goal: 1)")
     directory.mkdir(parents=True, exist_ok=True)
@@ -375,21 +366,28 @@ def measure_events(directory: Path) -> None:
     publisher = KVEventPublisher(
         KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint), [FullAttentionSpec(BLOCK_SIZE, 2, 64)]
     )
-    context: zmq.Context[Any] = zmq.Context()
-    with subscribed(context, endpoint) as count:
-        pool = BlockPool(num_blocks + 2)
-        pool.changes = BlockChanges()
-        while not count.num_blocks:  # a subscription takes a moment
-            publisher.publish(_one_change(requests[0]))
-            time.sleep(0.01)
-        time.sleep(0.2)
-        start_count, start = count.num_blocks, time.perf_counter()
-        _fill_pool(pool, requests, True, publisher)
-        while count.num_blocks < start_count + num_blocks:
-            time.sleep(0.001)
-        seconds = time.perf_counter() - start
+    command = [sys.executable, "-m", "benchmarks.kv_goals", "--subscribe", str(num_blocks), endpoint]
+    subscriber = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert subscriber.stdout is not None
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=lambda: [heard.put(line) for line in subscriber.stdout or ()], daemon=True).start()
+    while heard.empty():  # a subscription takes a moment
+        publisher.publish(_one_change(requests[0]))
+        time.sleep(0.01)
+    publisher.publish([Cleared.ALL])  # what follows is counted
+    batches: list[Any] = []
+    pool = BlockPool(num_blocks + 2)
+    pool.changes = BlockChanges()
+    _fill_pool(pool, requests, batches)
+    start = time.monotonic()
+    for batch in batches:
+        publisher.publish(batch)
+    heard.get()
+    seconds = float(heard.get(timeout=60)) - start
     publisher.close()
+    subscriber.wait()
     print(f"to a subscriber: {num_blocks / seconds:,.0f} blocks/s (goal: 100,000)")
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _one_change(request: Any) -> Any:
@@ -398,31 +396,23 @@ def _one_change(request: Any) -> Any:
     return changes.take()
 
 
-@contextmanager
-def subscribed(context: zmq.Context[Any], endpoint: str) -> Iterator[Any]:
-    """Counts blocks in a process' thread of its own; decodes each message."""
-    count = SimpleNamespace(num_blocks=0)
-    is_over = threading.Event()
-
-    def run() -> None:
-        socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(endpoint)
-        socket.subscribe(b"")
-        while not is_over.is_set():
-            if socket.poll(50):
-                for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
-                    count.num_blocks += len(event.get("block_hashes", ()))
-        socket.close(0)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield count
-    finally:
-        is_over.set()
-        thread.join()
-        context.term()
+def subscribe(endpoint: str, num_blocks: int) -> None:
+    """Is the body of a process of its own: prints a line with the first message, and the time (monotonic) when
+    `num_blocks` have come since the cache was cleared."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(endpoint)
+    socket.subscribe(b"")
+    count, is_first = 0, True
+    while count < num_blocks:
+        for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
+            count = 0 if event["type"] == "AllBlocksCleared" else count + len(event.get("block_hashes", ()))
+        if is_first:
+            is_first = False
+            print("subscribed", flush=True)
+    print(time.monotonic(), flush=True)
+    context.destroy(0)
 
 
 # -- peers ----------------------------------------------------------------------------------------------------------
@@ -484,8 +474,12 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--model", default="half")
     parser.add_argument("--faulty", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--subscribe", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     directory = args.dir or Path("kv-goals-benchmark")
+    if args.subscribe is not None:
+        subscribe(args.subscribe[1], int(args.subscribe[0]))
+        return
     if args.faulty is not None:
         serve_faulty(Path(args.model), args.dir, args.faulty)
         return

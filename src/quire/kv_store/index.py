@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ SCAN_INTERVAL_S = 1.0
 END_S = 1.0
 USE_INTERVAL_S = 60.0
 """An extent's use is noted in the file system at most this often."""
-_OFFSET_BITS = 32
 _MASK, _SPREAD = (1 << 60) - 1, 0x9E3779B97F4A7C15
 
 
@@ -42,9 +42,22 @@ class _Known:
 
     file: ExtentFile
     keys: array[int] = field(default_factory=lambda: array("Q"))
+    """Of a sealed extent: `_key_of` its blocks, sorted."""
+    offsets: array[int] = field(default_factory=lambda: array("I"))
+    """Those of the records, parallel to `keys`."""
+    recent: dict[int, int] = field(default_factory=dict)
+    """Of an open extent: key to offset."""
     end: int = 0
     is_sealed: bool = False
     noted_ts: float = float("-inf")
+
+    def find(self, key: int) -> int | None:
+        """Returns the offset of a block's record."""
+        offset = self.recent.get(key)
+        if offset is not None:
+            return offset
+        place = bisect_left(self.keys, key)
+        return self.offsets[place] if place < len(self.keys) and self.keys[place] == key else None
 
 
 class StoreIndex:
@@ -56,7 +69,7 @@ class StoreIndex:
         """Bytes of all extents of the directory at the last scan."""
         self._namespace = fingerprint.hex()[:NAMESPACE_DIGITS]
         self._places: dict[int, int] = {}
-        """`_key_of` a block to the extent's number and the offset in it."""
+        """`_key_of` a block to the number of its extent: an object that all of these blocks share."""
         self._known: dict[int, _Known] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         """Name and inode to number."""
@@ -71,11 +84,10 @@ class StoreIndex:
 
     def find(self, digest: bytes, group: int) -> Place | None:
         """Returns where the record of a block is, or None."""
-        value = self._places.get(_key_of(digest, group))
-        if value is None:
-            return None
-        known = self._known.get(value >> _OFFSET_BITS)
-        return None if known is None else Place(known.file.name, value & (1 << _OFFSET_BITS) - 1)
+        key = _key_of(digest, group)
+        known = self._known.get(self._places.get(key, -1))
+        offset = None if known is None else known.find(key)
+        return None if known is None or offset is None else Place(known.file.name, offset)
 
     def contains(self, digest: bytes, group: int) -> bool:
         """Returns whether there is a record of a block."""
@@ -91,9 +103,9 @@ class StoreIndex:
 
     def note_use(self, digest: bytes, group: int) -> None:
         """Records that a block was used; the next scan notes it in the file system."""
-        value = self._places.get(_key_of(digest, group))
-        if value is not None:
-            self._used.add(value >> _OFFSET_BITS)
+        number = self._places.get(_key_of(digest, group))
+        if number is not None:
+            self._used.add(number)
 
     def scan(self) -> None:
         """Reads what was written since the last scan, and forgets what is gone. Callable from any thread. Raises
@@ -145,22 +157,24 @@ class StoreIndex:
         known = self._known[number]
         for entry in entries:
             key = _key_of(entry.digest, entry.group)
-            self._places[key] = number << _OFFSET_BITS | entry.offset
-            known.keys.append(key)
+            known.recent[key] = entry.offset
+            self._places[key] = number
             known.end = entry.end
 
     def _add_table(self, number: int, table: Table) -> None:
         """Adds the records of a sealed extent that are not known yet, all at once."""
-        columns = table.columns
-        columns = columns[columns["offset"] >= self._known[number].end]
+        columns, known = table.columns, self._known[number]
         keys = (columns["start"] ^ columns["group"].astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(_MASK)
-        places = columns["offset"] | np.uint64(number << _OFFSET_BITS)
-        self._places.update(zip(keys.tolist(), places.tolist(), strict=True))
-        self._known[number].keys.frombytes(keys.tobytes())
+        order = np.argsort(keys)
+        known.offsets = array("I", columns["offset"][order].astype(np.uint32).tobytes())
+        known.keys = array("Q", keys[order].tobytes())
+        self._places.update(dict.fromkeys(keys[columns["offset"] >= known.end].tolist(), number))
+        known.recent = {}
 
     def _drop(self, number: int) -> None:
-        for key in self._known.pop(number).keys:
-            if self._places.get(key, -1) >> _OFFSET_BITS == number:
+        known = self._known.pop(number)
+        for key in (*known.keys, *known.recent):
+            if self._places.get(key) == number:
                 self._places.pop(key, None)
 
     def _write_uses(self) -> None:
