@@ -153,8 +153,7 @@ def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8, **optio
         max_num_seqs=max_num_seqs,
         skip_tokenizer_init=True,
         kv_store=None if directory is None else str(directory),
-        kv_store_size=STORE_BYTES,
-        **options,
+        **{"kv_store_size": STORE_BYTES, **options},
     )
 
 

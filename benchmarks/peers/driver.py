@@ -74,6 +74,7 @@ def main(load: Callable[[Setting], tuple[str, Run]]) -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--kv-cache-gib", type=float, default=2.0)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     setting = Setting(**vars(parser.parse_args()))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints is not an answer

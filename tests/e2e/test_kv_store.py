@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.engine.kv_cache.loader import BlockLoader
+from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
+from quire.testing.metrics_audit import MetricsAudit
 from quire.testing.tiny_models import make_tiny_checkpoint
 from tests.adapters import tensors, write_adapter
 from tests.unit.engine.kv_cache.disk_connector import DiskConnector
@@ -31,8 +34,18 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def engine(model: Path, directory: Path | None, **flags: Any) -> Iterator[LLM]:
     store = {} if directory is None else {"kv_store": str(directory), "kv_store_size": 1 << 30}
-    with LLM(str(model), kv_cache_memory_bytes=8 << 20, skip_tokenizer_init=True, **store, **flags) as llm:
+    with LLM(
+        str(model), kv_cache_memory_bytes=8 << 20, skip_tokenizer_init=True, disable_log_stats=False, **store, **flags
+    ) as llm:
         yield llm
+
+
+def audited(llm: LLM) -> MetricsSnapshot:
+    """Returns the metrics, whose laws hold."""
+    metrics = llm.llm_engine.pipeline.stats.metrics
+    assert metrics is not None
+    MetricsAudit(one_clock=False).check(metrics.snapshot())
+    return metrics.snapshot()
 
 
 def answer(llm: LLM, adapter: LoRARequest | None = None) -> tuple[list[list[tuple[int, float]]], int]:
@@ -147,6 +160,9 @@ def test_damage_costs_computing_from_there_on(tmp_path: Path) -> None:
         found, num_cached = answer(llm)
         assert found == expected
         assert 0 < num_cached < NUM_STORED * 16
+        metrics = audited(llm)
+        assert metrics.value("quire_kv_records_accepted") >= num_cached // 16
+        assert metrics.value("quire_kv_records_rejected", "mac") == 1
     with engine(model, directory) as llm:  # the damaged block was written again
         found, num_cached = answer(llm)
         assert (found, num_cached) == (expected, NUM_STORED * 16)
@@ -190,6 +206,57 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
         sizes.append(count_blocks(directory))
     assert sizes[0] >= NUM_STORED
     assert sizes[0] == sizes[1]
+
+
+def ask(llm: LLM, params: dict[str, Any] | None, max_tokens: int = 8) -> tuple[list[int], Any, dict[str, float]]:
+    """Returns the tokens, the kv_transfer_params, and how much of all prompts came from where. Checks the metrics."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": params},
+    )
+    (output,) = llm.generate([PROMPT], sampling, use_tqdm=False)
+    found = audited(llm)
+    family = found.find("vllm:prompt_tokens_cached_by_source")
+    source = family.label_names.index("source")
+    cached = {series.labels[source]: series.value for series in family.series if series.value}
+    return list(output.outputs[0].token_ids), output.kv_transfer_params, cached
+
+
+def make_step(llm: LLM) -> None:
+    """Lets an engine take reports and send orders: one in this process does so only in steps."""
+    llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+
+
+def prefill(llm: LLM) -> Any:
+    """Returns the kv_transfer_params of the prompt, whose lease has begun."""
+    _, params, _ = ask(llm, {"do_remote_decode": True}, 1)
+    make_step(llm)
+    return params
+
+
+def test_a_store_beside_peers_has_what_a_dead_peer_has_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flags together are one engine that takes from peers, or from the store that they share."""
+    monkeypatch.setattr(BlockLoader, "check_deadlines", lambda self, now: [])  # a slow machine takes blocks, too
+    model = make_tiny_checkpoint(tmp_path / "llama", "llama")
+    extra = {"kv_connector_extra_config": {"path": str(tmp_path / "key")}}
+    peers = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **extra}
+    with (
+        engine(model, tmp_path / "first", kv_transfer_config=peers) as p,
+        engine(model, tmp_path / "second", kv_transfer_config=peers) as d,
+    ):
+        expected, *_ = ask(p, None)
+        alive = prefill(p)
+        make_step(d)
+        assert ask(d, alive) == (expected, None, {"p2p": NUM_STORED * 16})
+        dead = prefill(p)
+    with engine(model, tmp_path / "first", kv_transfer_config=peers) as d:
+        make_step(d)
+        assert ask(d, dead) == (expected, None, {"disk": NUM_STORED * 16})
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -329,11 +329,15 @@ class Invariants:
             assert stats.num_running_reqs == len(self.scheduler.running)
             assert stats.num_waiting_reqs == len(waiting.ready)
             assert stats.num_skipped_waiting_reqs == len(waiting.blocked)
-            num_used = self.num_blocks - self.pool.get_num_free_blocks()
-            assert abs(stats.kv_cache_usage - num_used / self.num_blocks) < 1e-9
-            assert stats.num_used_blocks == num_used
-        num_blocks = stats.num_used_blocks + stats.num_cached_blocks + stats.num_free_blocks
-        assert num_blocks == self.num_blocks, f"{num_blocks} blocks are used, cached or free, of {self.num_blocks}"
+            num_taken = self.num_blocks - self.pool.get_num_free_blocks()
+            assert abs(stats.kv_cache_usage - num_taken / self.num_blocks) < 1e-9
+            ids = {
+                i for request_id in self.scheduler.requests for t in self.manager.get_block_ids(request_id) for i in t
+            }
+            used, held = ids - {0}, {block.block_id for block in self.manager.held.references()}
+            assert stats.num_used_blocks == len(used), f"{stats.num_used_blocks} blocks are said to be in {len(used)}"
+            assert stats.num_held_blocks == len(held - used), f"{stats.num_held_blocks} blocks are held, not {held}"
+        assert stats.num_blocks == self.num_blocks, f"{stats.num_blocks} blocks are counted, of {self.num_blocks}"
         assert min(stats.num_cached_blocks, stats.num_free_blocks, stats.num_recomputed_tokens) >= 0
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries

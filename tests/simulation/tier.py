@@ -207,6 +207,10 @@ class Tier:
         prefix = stats.prefix_cache_stats
         assert prefix.hits <= prefix.queries, f"{prefix}"
         assert total["begun"] == total["ended"] + stats.num_loads_in_flight, f"{total}, {stats}"
+        num_rejected = sum(stats.num_rejected_records.values())
+        assert stats.num_read_records == stats.num_accepted_records + num_rejected, f"{stats}"
+        seen["records accepted"] += stats.num_accepted_records
+        seen["records rejected"] += num_rejected
         total["to be saved"] += stats.num_saves_begun - stats.num_saved_blocks - sum(stats.num_dropped_blocks.values())
         assert total["to be saved"] == sum(stats.num_waiting_saves.values()), f"{total}, {stats}"
         for name, number in [*stats.num_waiting_saves.items(), *stats.num_dropped_blocks.items()]:

@@ -43,6 +43,8 @@ PLACES = {
     "kv.evict": ("directory.py", "evict"),
     "kv.peer.send": ("server.py", "_send_block"),
     "kv.peer.receive": ("client.py", "_take_blocks"),
+    "kv.peer.message": ("server.py", "_take"),
+    "kv.peer.answer": ("client.py", "_receive"),
     "worker.step": ("proc.py", "_serve"),
     "worker.load": ("worker.py", "load_model"),
     "worker.barrier": ("shm.py", "ready"),

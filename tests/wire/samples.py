@@ -191,13 +191,14 @@ PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1}, (1.5, 2.5))
 TRANSFER_STATS = KVTransferStats(
     *(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9, {"broken": 10}),
-    *({"mac": 2}, 6, {"postponed": 2}, [0.25]),
+    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9),
 )
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
     TRANSFER_STATS,
     6,
     0.75,
+    12,
 )
 STORED = BlockStored(
     [7], 5, [1, 2], 2, 3, "GPU", "sql", [["sql"]], 1, "sliding_window", 64, "LOCAL", "shared", "session"
@@ -236,13 +237,13 @@ CACHED = CachedRequestData(["r", "s"], [([1],), None], [16, 32], {"s": [7]})
 
 BLOCK_MAP = BlockMap(8, 3, 2, 6, 2, b"\x01\x02\x00", b"\x00\x01\x01")
 REQUEST_SNAPSHOT = RequestSnapshot(
-    "0_request", "request", "preempted", 5, 7, 6, 4, 16, 1, -3, 1700000000.5, 2, b"\x01\x00\x00\x00"
+    "0_request", "request", "preempted", 5, 7, 6, 4, 16, 1, -3, 1700000000.5, 2, b"\x01\x00\x00\x00", 2, "disk"
 )
 BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
 LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
 SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
 TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "lease")], [6], {"x": 1})
-LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac")
+LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
 SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
 
 TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1)

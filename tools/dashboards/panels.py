@@ -212,6 +212,38 @@ ENGINE = Dashboard(
             ),
         ),
         Section(
+            "KV store and peers",
+            (
+                Panel(
+                    "Cached prompt tokens, by where they came from",
+                    "short",
+                    (Query(rate("vllm:prompt_tokens_cached_by_source_total", "source"), "{{source}}"),),
+                ),
+                Panel("Loads, by outcome", "ops", (Query(rate("quire_kv_loads_total", "outcome"), "{{outcome}}"),)),
+                latency("Wait for a load", "quire_kv_load_seconds"),
+                Panel(
+                    "Records, accepted and rejected by reason",
+                    "ops",
+                    (
+                        Query(rate("quire_kv_records_accepted_total"), "accepted"),
+                        Query(rate("quire_kv_records_rejected_total", "reason"), "{{reason}}"),
+                    ),
+                ),
+                Panel(
+                    "Blocks saved, and dropped by reason",
+                    "ops",
+                    (
+                        Query(rate("quire_kv_saved_blocks_total"), "saved"),
+                        Query(rate("quire_kv_saves_dropped_total", "reason"), "{{reason}}"),
+                    ),
+                ),
+                latency("From computed to saved", "quire_kv_save_lag_seconds"),
+                Panel("Blocks of transfers", "short", (Query(total("quire_kv_held_blocks", "state"), "{{state}}"),)),
+                Panel("Leases, by end", "ops", (Query(rate("quire_kv_leases_total", "end"), "{{end}}"),)),
+                Panel("Store", "bytes", (Query(f"max (quire_kv_store_bytes{{{SELECT}}})", "bytes of the store"),)),
+            ),
+        ),
+        Section(
             "Speculation",
             (
                 Panel(

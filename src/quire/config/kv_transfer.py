@@ -20,6 +20,10 @@ from quire.field_bounds import FieldBound
 
 FLAG = "--kv-transfer-config"
 STORE, PEERS = "StoreConnector", "PeerConnector"
+BOTH = "StoreConnector and PeerConnector"
+"""A store and peers in one engine; the name is not one to be given."""
+PARTS = ("store", "peers")
+"""Names of the two in messages, in the order of `KVTransferConfig.parts`."""
 FOREIGN = "ForeignConnector"
 """Connectors that are written for vLLM's interface; the name is not one to be given."""
 FOREIGN_TIMEOUT_S = 30.0
@@ -44,6 +48,10 @@ CONNECTORS: dict[str, ConnectorSpec] = {
     ),
     PEERS: ConnectorSpec(
         "quire.engine.kv_cache.peer_scheduler:PeerScheduler", "quire.worker.kv_transfer.peer_worker:PeerWorker"
+    ),
+    BOTH: ConnectorSpec(
+        "quire.engine.kv_cache.store_and_peers:StoreAndPeersScheduler",
+        "quire.worker.kv_transfer.store_and_peers:StoreAndPeersWorker",
     ),
     FOREIGN: ConnectorSpec(
         "quire.engine.kv_cache.foreign:ForeignScheduler", "quire.worker.kv_transfer.compat:CompatWorker"
@@ -144,6 +152,8 @@ class KVTransferConfig:
     """kv_producer: blocks are saved only; kv_consumer: loaded only."""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     """The connector's own keys."""
+    parts: tuple[KVTransferConfig, ...] = ()
+    """Configurations of the store and of the peers, for `BOTH`."""
     min_load_tokens: int = 32
     """Fewer tokens are computed, not loaded."""
     load_bias: float = 1.0
@@ -167,15 +177,34 @@ class KVTransferConfig:
     def settle(self) -> KVTransferConfig:
         """Returns the configuration with the connector that the flags ask for. Raises ConfigError."""
         if self.transfer:
-            if self.kv_store is not None:
-                raise ConfigError(f"--kv-store and {FLAG} both name a connector; leave one out")
-            return self._settle_json(self.transfer)
-        if self.kv_store is None:
-            return self
+            given = self._settle_json(self.transfer)
+            if self.kv_store is None:
+                return given
+            if given.kv_connector != PEERS:
+                raise ConfigError(
+                    f"--kv-store and {FLAG} both name a store; leave one out (beside --kv-store there may be "
+                    f"{', '.join(_PEER_NAMES)})"
+                )
+            return self._join(self._settle_store(), given)
+        return self if self.kv_store is None else self._settle_store()
+
+    def _settle_store(self) -> KVTransferConfig:
         if not self.kv_store:
             raise ConfigError("--kv-store is empty; name a directory")
         return self._with_store(
             {"path": self.kv_store, "max_bytes": self.kv_store_size, "skip_salted": self.kv_store_skip_salted}
+        )
+
+    def _join(self, store: KVTransferConfig, peers: KVTransferConfig) -> KVTransferConfig:
+        """Returns the configuration of a store and peers in one engine: loads are chosen by what the peers give."""
+        return dataclasses.replace(
+            self,
+            kv_connector=BOTH,
+            kv_role=peers.kv_role,
+            parts=(store, peers),
+            min_load_tokens=peers.min_load_tokens,
+            load_bias=peers.load_bias,
+            max_pinned_share=store.max_pinned_share,
         )
 
     def _settle_json(self, values: Mapping[str, Any]) -> KVTransferConfig:
@@ -191,6 +220,10 @@ class KVTransferConfig:
         if given.get("enable_permute_local_kv"):
             raise ConfigError(f"{FLAG}: enable_permute_local_kv: blocks have one layout; leave it out")
         policy = given.get("kv_load_failure_policy", "recompute")
+        native = _find_native_parts(given) if name == "MultiConnector" else None
+        if native is not None:
+            store, peers = (self._settle_json({"kv_role": role, **part}) for part in native)
+            return self._join(store, peers)
         if name in SHIPPED:
             given.setdefault("kv_connector_module_path", SHIPPED[name])
         if "kv_connector_module_path" in given:
@@ -268,6 +301,30 @@ def _store_keys(name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
         f"{STORE} keeps blocks in a directory",
     )
     raise ConfigError(f"{FLAG}: kv_connector {name!r} is not known; {hint}")
+
+
+def _find_native_parts(given: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Returns the configurations of a store and of peers that a MultiConnector is to be; None: it is of connectors
+    written for vLLM's interface. Raises ConfigError for others of Quire's own."""
+    connectors = given.get("kv_connector_extra_config", {}).get("connectors")
+    if "kv_connector_module_path" in given or not isinstance(connectors, list):
+        return None
+    own = [
+        part
+        for part in connectors
+        if isinstance(part, Mapping) and part.get("kv_connector") and "kv_connector_module_path" not in part
+    ]
+    own = [part for part in own if part["kv_connector"] not in SHIPPED]
+    if not own:
+        return None
+    peers = [part for part in own if part["kv_connector"] in _PEER_NAMES]
+    stores = [part for part in own if part["kv_connector"] not in _PEER_NAMES]
+    if len(connectors) != 2 or len(peers) != 1 or len(stores) != 1:
+        raise ConfigError(
+            f"{FLAG}: MultiConnector: its connectors can be one store and one of {', '.join(_PEER_NAMES)}, or any "
+            "number of connectors that name a kv_connector_module_path"
+        )
+    return [stores[0], peers[0]]
 
 
 def _peer_keys(extra: Mapping[str, Any], engine_id: str | None, port: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class RequestReport:
     """Counts of a request's admissions and preemptions; its adapter; events, stop reason and error for its client."""
 
     __slots__ = (
-        *("adapter", "adapter_digest", "error", "events", "external_source", "load_span", "lora_start"),
+        *("adapter", "adapter_digest", "error", "events", "external_by_source", "load_span", "lora_start"),
         *("num_cached_tokens", "num_external_tokens", "num_lost_tokens", "num_preemptions", "stop_reason"),
         *("stored_hashes", "transfer_params"),
     )
@@ -72,8 +72,8 @@ class RequestReport:
         """Tokens that the first admission found in a cache; -1 before it."""
         self.num_external_tokens = 0
         """Number of those that were loaded for it."""
-        self.external_source = ""
-        """Label of the source of the last load."""
+        self.external_by_source: dict[str, int] = {}
+        """Tokens that loads have brought, by the label of their source."""
         self.load_span: tuple[float, float] | None = None
         """Start and end of the last load."""
         self.num_lost_tokens = 0

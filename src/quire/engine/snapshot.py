@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter, is_not
 
@@ -112,4 +112,11 @@ def _snapshot(request: Request, place: RequestPlace, num_blocks: int, block_ids:
         arrival_time=request.arrival_time,
         num_blocks=num_blocks,
         block_ids=block_ids.tobytes(),
+        num_external_tokens=request.report.num_external_tokens,
+        external_source=_main_source(request.report.external_by_source) if request.report.num_external_tokens else "",
     )
+
+
+def _main_source(num_tokens: Mapping[str, int]) -> str:
+    """Returns the source that has brought most."""
+    return max(num_tokens, key=lambda source: num_tokens[source], default="")

@@ -66,6 +66,8 @@ class RecordReader:
 
     def __init__(self, directory: StoreDirectory, mac: RecordMac) -> None:
         self._directory, self._mac = directory, mac
+        self.num_records = 0
+        """Records that were read, whole, in part or with an error."""
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -79,12 +81,18 @@ class RecordReader:
         except FileNotFoundError:
             raise InvalidRecordError(GONE, f"{extent} was deleted") from None
         except OSError as e:
+            self._count()
             raise InvalidRecordError("io", f"{extent} cannot be read: {e.strerror}") from None
+        self._count()
         if num_bytes != header.record_bytes:
             raise InvalidRecordError("truncated", f"{extent} ends within the record at {offset}")
         start = len(expected) + TAG_BYTES
         self._mac.check(expected, record[: len(expected)], record[len(expected) : start], [record[start:]])
         return start
+
+    def _count(self) -> None:
+        with self._lock:
+            self.num_records += 1
 
     def _open(self, extent: str) -> int:
         with self._lock:

@@ -24,6 +24,10 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.failpoints import failpoint
 from quire.kv_store.record import (
@@ -43,6 +47,10 @@ EXTENT_BYTES = 64 << 20
 TABLE_MAGIC = b"QUIREKVT"
 TABLE_VERSION = 1
 _ENTRY = struct.Struct("<32sIIQQ")
+_COLUMNS = np.dtype(
+    [("start", "<u8"), ("rest", "V24"), ("group", "<u4"), ("head_bytes", "<u4"), ("offset", "<u8"), ("payload", "<u8")]
+)
+"""An entry again; `start`: the first 8 bytes of the digest."""
 _COUNTS = struct.Struct("<QII32s")
 TRAILER_BYTES = _COUNTS.size + TAG_BYTES + len(TABLE_MAGIC)
 ENTRY_BYTES = _ENTRY.size
@@ -159,7 +167,21 @@ class Table:
     """The content of a sealed extent."""
 
     fingerprint: bytes
-    entries: list[Entry]
+    data: bytes
+    """Packed entries."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Returns the entries as objects, which takes long for many."""
+        return [
+            Entry(digest, group, offset, head_bytes, payload_bytes)
+            for digest, group, head_bytes, offset, payload_bytes in _ENTRY.iter_unpack(self.data)
+        ]
+
+    @property
+    def columns(self) -> npt.NDArray[Any]:
+        """Returns the entries as an array with the fields of `_COLUMNS`."""
+        return np.frombuffer(self.data, _COLUMNS)
 
 
 def read_table(descriptor: int, key: bytes) -> Table:
@@ -177,11 +199,7 @@ def read_table(descriptor: int, key: bytes) -> Table:
     data = os.pread(descriptor, num_entries * _ENTRY.size, record_bytes)
     if not hmac.compare_digest(_table_tag(key, data, counts), tag):
         raise InvalidExtentError("the tag of its table is wrong: it is damaged, or of another key")
-    entries = [
-        Entry(digest, group, offset, head_bytes, payload_bytes)
-        for digest, group, head_bytes, offset, payload_bytes in _ENTRY.iter_unpack(data)
-    ]
-    return Table(fingerprint, entries)
+    return Table(fingerprint, data)
 
 
 def _table_tag(key: bytes, entries: bytes, counts: bytes) -> bytes:

@@ -10,12 +10,16 @@ import contextlib
 import os
 import threading
 import time
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow, open_extent
+from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -24,7 +28,7 @@ SCAN_INTERVAL_S = 1.0
 END_S = 1.0
 USE_INTERVAL_S = 60.0
 """An extent's use is noted in the file system at most this often."""
-_OFFSET_BITS = 32
+_MASK, _SPREAD = (1 << 60) - 1, 0x9E3779B97F4A7C15
 
 
 class Place(NamedTuple):
@@ -39,10 +43,23 @@ class _Known:
     """An extent that was read. `end`: offset after its last known record."""
 
     file: ExtentFile
-    keys: list[bytes] = field(default_factory=list)
+    keys: array[int] = field(default_factory=lambda: array("Q"))
+    """Keys (`_key_of`) of a sealed extent's blocks, sorted."""
+    offsets: array[int] = field(default_factory=lambda: array("I"))
+    """Offsets of the records, parallel to `keys`."""
+    recent: dict[int, int] = field(default_factory=dict)
+    """Offsets by key, of an open extent."""
     end: int = 0
     is_sealed: bool = False
     noted_ts: float = float("-inf")
+
+    def find(self, key: int) -> int | None:
+        """Returns the offset of a block's record."""
+        offset = self.recent.get(key)
+        if offset is not None:
+            return offset
+        place = bisect_left(self.keys, key)
+        return self.offsets[place] if place < len(self.keys) and self.keys[place] == key else None
 
 
 class StoreIndex:
@@ -53,8 +70,8 @@ class StoreIndex:
         self.num_bytes = 0
         """Bytes of all extents of the directory at the last scan."""
         self._namespace = fingerprint.hex()[:NAMESPACE_DIGITS]
-        self._places: dict[bytes, int] = {}
-        """Digest and group to the extent's number and the offset in it."""
+        self._places: dict[int, int] = {}
+        """`_key_of` a block to the number of its extent: an object that all of these blocks share."""
         self._known: dict[int, _Known] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         """Name and inode to number."""
@@ -69,19 +86,18 @@ class StoreIndex:
 
     def find(self, digest: bytes, group: int) -> Place | None:
         """Returns where the record of a block is, or None."""
-        value = self._places.get(digest + group.to_bytes(4, "little"))
-        if value is None:
-            return None
-        known = self._known.get(value >> _OFFSET_BITS)
-        return None if known is None else Place(known.file.name, value & (1 << _OFFSET_BITS) - 1)
+        key = _key_of(digest, group)
+        known = self._known.get(self._places.get(key, -1))
+        offset = None if known is None else known.find(key)
+        return None if known is None or offset is None else Place(known.file.name, offset)
 
     def contains(self, digest: bytes, group: int) -> bool:
         """Returns whether there is a record of a block."""
-        return digest + group.to_bytes(4, "little") in self._places
+        return _key_of(digest, group) in self._places
 
     def forget(self, digest: bytes, group: int) -> None:
         """Drops an entry whose record could not be used, so that the block is stored again."""
-        self._places.pop(digest + group.to_bytes(4, "little"), None)
+        self._places.pop(_key_of(digest, group), None)
 
     def forget_all(self) -> None:
         """Drops all entries. Extents that were read are not read again."""
@@ -89,9 +105,9 @@ class StoreIndex:
 
     def note_use(self, digest: bytes, group: int) -> None:
         """Records that a block was used; the next scan notes it in the file system."""
-        value = self._places.get(digest + group.to_bytes(4, "little"))
-        if value is not None:
-            self._used.add(value >> _OFFSET_BITS)
+        number = self._places.get(_key_of(digest, group))
+        if number is not None:
+            self._used.add(number)
 
     def scan(self) -> None:
         """Reads what was written since the last scan, and forgets what is gone. Callable from any thread. Raises
@@ -129,7 +145,7 @@ class StoreIndex:
         table = self.directory.load_table(file)
         if table is not None:
             if table.fingerprint == self.fingerprint:
-                self._add(number, [entry for entry in table.entries if entry.offset >= known.end])
+                self._add_table(number, table)
             known.is_sealed = True
             return
         descriptor = open_extent(self.directory.descriptor, file.name)
@@ -142,14 +158,25 @@ class StoreIndex:
     def _add(self, number: int, entries: list[Entry]) -> None:
         known = self._known[number]
         for entry in entries:
-            key = entry.digest + entry.group.to_bytes(4, "little")
-            self._places[key] = number << _OFFSET_BITS | entry.offset
-            known.keys.append(key)
+            key = _key_of(entry.digest, entry.group)
+            known.recent[key] = entry.offset
+            self._places[key] = number
             known.end = entry.end
 
+    def _add_table(self, number: int, table: Table) -> None:
+        """Adds the records of a sealed extent that are not known yet, all at once."""
+        columns, known = table.columns, self._known[number]
+        keys = (columns["start"] ^ columns["group"].astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(_MASK)
+        order = np.argsort(keys)
+        known.offsets = array("I", columns["offset"][order].astype(np.uint32).tobytes())
+        known.keys = array("Q", keys[order].tobytes())
+        self._places.update(dict.fromkeys(keys[columns["offset"] >= known.end].tolist(), number))
+        known.recent = {}
+
     def _drop(self, number: int) -> None:
-        for key in self._known.pop(number).keys:
-            if self._places.get(key, -1) >> _OFFSET_BITS == number:
+        known = self._known.pop(number)
+        for key in (*known.keys, *known.recent):
+            if self._places.get(key) == number:
                 self._places.pop(key, None)
 
     def _write_uses(self) -> None:
@@ -211,6 +238,12 @@ class PartsIndex:
         """Reads what was written since the last scan. Raises OSError."""
         for part in self.parts:
             part.scan()
+
+
+def _key_of(digest: bytes, group: int) -> int:
+    """Returns the name of a block in the index: a small integer. A record that another block's name leads to is
+    rejected when it is read, as any that is not the one that was asked for."""
+    return (int.from_bytes(digest[:8], "little") ^ group * _SPREAD) & _MASK
 
 
 class StoreScanner:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -178,6 +179,8 @@ class _Transfer:
         self.num_done = 0
         self.is_cancelled = False
         self.failure = ""
+        self.num_records = self.num_accepted = 0
+        self.num_rejected: Counter[str] = Counter()
         self.leased: list[bytes] = []
         """Contents of leased blocks at the beginning, which may not change."""
         if isinstance(order, SaveOrder) and order.lease:
@@ -294,7 +297,11 @@ class FakeTierWorker(KVConnectorWorker):
             record = self.tier.records.get((transfer.namespace, group_id, key.digest))
             slots = bytes([GARBAGE]) * 4 if record is None else record.slots
             transfer.write(block_id, slots)
-            transfer.failure = transfer.failure or self.find_fault(record, (transfer.namespace, group_id), key)
+            fault = self.find_fault(record, (transfer.namespace, group_id), key)
+            transfer.failure = transfer.failure or fault
+            transfer.num_records += 1
+            transfer.num_accepted += not fault
+            transfer.num_rejected.update([fault] if fault else ())
         if transfer.failure:
             for index in range(transfer.num_done, len(order.keys)):
                 for _, block_id in self._destinations(order, index):
@@ -344,6 +351,8 @@ class FakeTierWorker(KVConnectorWorker):
             reason = "released" if outcome == "ok" else "broken"
         if isinstance(transfer.order, LoadOrder):
             result = LoadResult(transfer.id, transfer.num_done, outcome, num_bytes, 0.001, transfer.failure)
+            result.num_records, result.num_accepted = transfer.num_records, transfer.num_accepted
+            result.num_rejected = dict(transfer.num_rejected)
             report = KVConnectorOutput(loads=[result])
         else:
             saved = SaveResult(transfer.id, 0 if reason else transfer.num_done, outcome, num_bytes, 0.001, reason)

@@ -140,7 +140,13 @@ def _check_transfers(of: MetricsSnapshot) -> list[str]:
     external = by_source - of.value("vllm:prompt_tokens_cached_by_source", "device")
     hits = of.value("vllm:external_prefix_cache_hits")
     wrong = [] if external <= hits else [f"{external:g} prompt tokens were loaded, and {hits:g} were found"]
+    held = of.value("quire_kv_blocks", "held")
+    references = of.value("quire_kv_held_blocks") if any(f.name == "quire_kv_held_blocks" for f in of.families) else 0
+    if held > references:
+        wrong.append(f"{held:g} blocks are held by transfers, which have {references:g} references")
     if any(family.name == "quire_kv_loads" for family in of.families) and not of.value("quire_engine_restarts"):
+        checked = of.value("quire_kv_records_accepted") + of.value("quire_kv_records_rejected")
+        wrong += _differ("records read, and accepted + rejected", of.value("quire_kv_records_read"), checked)
         ended = of.value("quire_kv_loads") + of.value("quire_kv_loads_in_flight")
         wrong += _differ("loads begun, and ended + in flight", of.value("quire_kv_loads_begun"), ended)
         saves = sum(of.value(f"quire_kv_{name}") for name in ("saved_blocks", "saves_dropped", "saves_waiting"))

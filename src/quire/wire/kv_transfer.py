@@ -18,6 +18,7 @@ The protocol, which a worker half must keep:
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -103,6 +104,13 @@ class LoadResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Time from its first read to its end."""
     reason: str = ""
     """Reason of "partial" and "failed": mac, truncated, key, tokens, format, io, or the connector's own."""
+    num_records: int = 0
+    """Records that were read, of which each was accepted or rejected; a load that ends early may have read some that
+    are not used."""
+    num_accepted: int = 0
+    """Records that are what they should be."""
+    num_rejected: dict[str, int] = {}
+    """Records that are not, by reason (`REJECTIONS`)."""
 
 
 class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -118,6 +126,15 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 Result = TypeVar("Result", LoadResult, SaveResult)
+
+
+Item = TypeVar("Item", LoadOrder, SaveOrder, LoadResult, SaveResult)
+
+
+def renumber(item: Item, transfer_id: int) -> Item:
+    """Returns a copy of an order or a result with another id."""
+    field = "load_id" if isinstance(item, LoadOrder | LoadResult) else "save_id"
+    return msgspec.structs.replace(item, **{field: transfer_id})
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -198,7 +215,12 @@ class _Parts(Generic[Result]):
             del self._ended[next(iter(self._ended))]
         least = min(parts.values(), key=lambda one: (getattr(one, self._counted), -_SEVERITY[one.outcome]))
         num_bytes, seconds = sum(one.num_bytes for one in parts.values()), max(one.seconds for one in parts.values())
-        return msgspec.structs.replace(least, num_bytes=num_bytes, seconds=seconds)
+        counts: dict[str, Any] = {}
+        if loads := [one for one in parts.values() if isinstance(one, LoadResult)]:
+            counts["num_records"] = sum(load.num_records for load in loads)
+            counts["num_accepted"] = sum(load.num_accepted for load in loads)
+            counts["num_rejected"] = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
+        return msgspec.structs.replace(least, num_bytes=num_bytes, seconds=seconds, **counts)
 
 
 MAX_ENDED = 4096

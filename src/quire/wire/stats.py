@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -131,6 +131,16 @@ class PrefillStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
         return PrefillStats(num_prompt, num_prompt - num_cached, num_local, num_external, by_source)
 
 
+def divide_by_source(num_tokens: int, by_source: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sources of `num_tokens`, which are the first of those that loads have brought."""
+    divided: dict[str, int] = {}
+    for source, number in by_source.items():
+        if num_tokens > 0:
+            divided[source] = min(number, num_tokens)
+            num_tokens -= divided[source]
+    return divided
+
+
 class AdapterStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Adapters of one engine core: counts since the last report, and the present state."""
 
@@ -177,6 +187,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Blocks to be saved, by state: "pinned", "postponed"."""
     save_lags: list[float] = []
     """Per save that has stored blocks: seconds since its oldest block was computed."""
+    num_read_records: int = 0
+    """Records that were read by loads which have ended: those that were accepted, and those that were rejected."""
+    num_accepted_records: int = 0
+    """Records that were read and are what they should be."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -201,7 +215,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_recomputed_tokens: int = 0
     """Tokens scheduled since the last statistics that had been computed before, and were lost in a preemption."""
     num_used_blocks: int = 0
-    """Held by requests or transfers. With the next two: all blocks but the null block."""
+    """In tables of requests. With the next two and `num_held_blocks`: all blocks but the null block."""
     num_cached_blocks: int = 0
     """Held by none, with content that may be hit."""
     num_free_blocks: int = 0
@@ -222,6 +236,13 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Steps without requests since the last report, which other engines waited for."""
     barrier_wait_seconds: float = 0.0
     """Time since the last report that workers have waited for one another, all together."""
+    num_held_blocks: int = 0
+    """Blocks that transfers hold, and no table of a request."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of all blocks but the null block."""
+        return self.num_used_blocks + self.num_cached_blocks + self.num_free_blocks + self.num_held_blocks
 
 
 RequestPlace = Literal["running", "waiting", "preempted", "blocked"]
@@ -275,6 +296,10 @@ class RequestSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Number of blocks in all its tables, without null blocks."""
     block_ids: bytes = b""
     """Ids of these blocks, unsigned 32-bit little-endian; of many, the first."""
+    num_external_tokens: int = 0
+    """Cached tokens that were loaded from outside the engine when it was admitted."""
+    external_source: str = ""
+    """Where these came from: host, p2p, disk, external_unspecified."""
 
 
 class EngineSnapshot(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.held import HeldBlocks
-from quire.engine.kv_cache.loader import BlockLoader, Load
+from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.kv_cache.saver import BlockSaver
 from quire.engine.request import Request
@@ -103,7 +105,7 @@ def counted_before_it_has_ended(patch: Patch) -> None:
 
     def count_external(original: Any, self: KVExchange, request: Request, num_hits: int) -> int:
         loaded = self._loaded.get(request)
-        return 0 if loaded is None else loaded[0].num_tokens
+        return 0 if loaded is None else loaded[0][0].num_tokens
 
     wrap(patch, KVExchange, "count_external", count_external)
 
@@ -148,6 +150,28 @@ def loaded_though_all_is_to_be_computed(patch: Patch) -> None:
         return begins
 
     wrap(patch, KVExchange, "begins_load", begins_load)
+
+
+@tier_mutant
+def held_blocks_count_as_used(patch: Patch) -> None:
+    """Blocks that transfers alone hold are said to be in tables."""
+    patch.setattr(HeldBlocks, "count_alone", lambda self: 0)
+
+
+@tier_mutant
+def shared_blocks_count_as_held(patch: Patch) -> None:
+    """A block of a transfer counts as held though a request has it, too."""
+    patch.setattr(HeldBlocks, "count_alone", HeldBlocks.count_blocks)
+
+
+@tier_mutant
+def one_rejection_per_load(patch: Patch) -> None:
+    """Rejected records are not counted if a part of their load was used."""
+
+    def add(original: Any, self: RecordCounts, result: LoadResult) -> None:
+        original(self, msgspec.structs.replace(result, num_rejected={} if result.num_verified else result.num_rejected))
+
+    wrap(patch, RecordCounts, "add", add)
 
 
 @tier_mutant

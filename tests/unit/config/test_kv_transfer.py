@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.config.kv_transfer import CONNECTORS, DEFAULT_STORE_BYTES, ELSEWHERE, FOREIGN, STORE, KVTransferConfig
+from quire.config.kv_transfer import (
+    BOTH,
+    CONNECTORS,
+    DEFAULT_STORE_BYTES,
+    ELSEWHERE,
+    FOREIGN,
+    PEERS,
+    STORE,
+    KVTransferConfig,
+)
 from quire.config.server import decode_config, encode_config
 from quire.errors import ConfigError
 
@@ -108,7 +117,13 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"kv_transfer_config": {"kv_connector": STORE}}, "both name a connector; leave one out"),
+        (
+            {
+                "kv_transfer_config": {"kv_connector": STORE, "kv_role": "kv_both"}
+                | {"kv_connector_extra_config": {"path": "x"}}
+            },
+            "both name a store; leave one out .*PeerConnector",
+        ),
         ({"kv_store": ""}, "--kv-store is empty"),
         ({"kv_store_size": 5}, "--kv-store-size 5 is below the minimum"),
         ({"enable_prefix_caching": False}, "--kv-store with --no-enable-prefix-caching: .* enable prefix caching"),
@@ -126,6 +141,32 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
 def test_combinations_that_cannot_work_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineArgs("demo", **{"kv_store": str(tmp_path), **flags}).create_engine_config()
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+
+
+def test_a_store_and_peers_in_one_engine(tmp_path: Path) -> None:
+    peers = {**NIXL, "engine_id": "e"} | extra(kv_recompute_threshold=64)
+    flags = EngineArgs("demo", kv_store=str(tmp_path), kv_transfer_config=peers).create_engine_config()
+    assert decode_config(encode_config(flags)).kv_transfer_config == flags.kv_transfer_config
+    joint = flags.kv_transfer_config
+    assert (joint.connector, joint.kv_role, joint.min_load_tokens) == (CONNECTORS[BOTH], "kv_consumer", 64)
+    assert [part.kv_connector for part in joint.parts] == [STORE, PEERS]
+    assert [part.kv_role for part in joint.parts] == ["kv_both", "kv_consumer"]
+    assert joint.parts[0].kv_connector_extra_config["path"] == str(tmp_path)
+    connectors = [peers, {"kv_connector": STORE} | extra(path=str(tmp_path), max_pinned_share=0.1)]
+    multi = settle(kv_connector="MultiConnector", **extra(connectors=connectors))
+    assert (multi.kv_connector, multi.max_pinned_share) == (BOTH, 0.1)
+    assert multi.parts[1].kv_connector_extra_config == joint.parts[1].kv_connector_extra_config
+
+
+@pytest.mark.parametrize(
+    "connectors", [[NIXL], [NIXL, NIXL], [NIXL, {"kv_connector": "M", "kv_connector_module_path": "a"}]]
+)
+def test_other_combinations_of_quires_own_connectors_are_refused(connectors: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="its connectors can be one store and one of PeerConnector"):
+        settle(kv_connector="MultiConnector", **extra(connectors=connectors))
 
 
 def test_a_connector_of_a_module() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.frontend.metrics.catalog.spec import LORA, SPEC_DECODE
+from quire.frontend.metrics.catalog.spec import KV_TRANSFER, LORA, SPEC_DECODE
 from quire.frontend.metrics.collect.events import FinishedRequestStats, IterationStats
 from quire.frontend.metrics.collect.facts import NO_DRAFTS, FrontendFacts
 from quire.frontend.metrics.collect.ledger import RequestLedger
@@ -14,7 +14,7 @@ from quire.frontend.metrics.publish.prometheus import MetricsSetup, PrometheusSt
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.testing.metrics_audit import MetricsAudit, read_exposition, watching
 from quire.wire.engine_core import FinishReason
-from quire.wire.stats import SchedulerStats, SpecDecodingStats
+from quire.wire.stats import KVTransferStats, SchedulerStats, SpecDecodingStats
 
 RIGHT = SpecDecodingStats(
     3,
@@ -97,6 +97,50 @@ def test_an_engine_with_live_requests_is_not_at_rest() -> None:
     MetricsAudit().check(snapshot)
     with pytest.raises(AssertionError, match="not at rest"):
         MetricsAudit().check_at_rest(snapshot)
+
+
+TRANSFERS = KVTransferStats(
+    num_loads_begun=2,
+    num_loads={"partial": 1},
+    num_loads_in_flight=1,
+    num_read_records=5,
+    num_accepted_records=3,
+    num_rejected_records={"mac": 1, "io": 1},
+    num_held_blocks={"loading": 2, "pinned": 4},
+    num_saves_begun=4,
+    num_waiting_saves={"pinned": 4},
+)
+BLOCKS = SchedulerStats(num_used_blocks=5, num_cached_blocks=1, num_free_blocks=9, num_held_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "transfers", "words"),
+    [
+        ({}, {}, ""),
+        ({}, {"num_read_records": 6}, "records read, and accepted . rejected: 6 is not 5"),
+        ({}, {"num_rejected_records": {"mac": 1}}, "records read, and accepted . rejected: 5 is not 4"),
+        ({}, {"num_accepted_records": 4}, "records read, and accepted . rejected: 5 is not 6"),
+        ({"num_held_blocks": 0}, {}, "blocks of engine 0: 15 is not 19"),
+        ({"num_used_blocks": 9}, {}, "blocks of engine 0: 23 is not 19"),
+        ({"num_used_blocks": 2, "num_held_blocks": 7}, {}, "7 blocks are held by transfers, which have 6 references"),
+        ({}, {"num_loads_in_flight": 0}, "loads begun, and ended . in flight: 2 is not 1"),
+    ],
+)
+def test_broken_laws_of_transfers_are_found(blocks: dict[str, Any], transfers: dict[str, Any], words: str) -> None:
+    facts = FrontendFacts(time=1.0, ledger=RequestLedger(), num_live={})
+    metrics = PrometheusStatLogger(MetricsSetup(model_name="m", conditions=frozenset({KV_TRANSFER})), lambda: facts)
+    audit = MetricsAudit()
+    idle = SchedulerStats(num_free_blocks=BLOCKS.num_blocks)
+    metrics.record(idle, None)
+    audit.check(metrics.snapshot())
+    broken = msgspec.structs.replace(BLOCKS, kv_transfer=msgspec.structs.replace(TRANSFERS, **transfers), **blocks)
+    metrics.record(broken, None)
+    if not words:
+        audit.check(metrics.snapshot())
+        audit.check(read_exposition(metrics.exposition()))
+        return
+    with pytest.raises(AssertionError, match=words):
+        audit.check(metrics.snapshot())
 
 
 def test_it_looks_while_the_block_runs_and_no_longer() -> None:

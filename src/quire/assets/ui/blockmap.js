@@ -2,13 +2,14 @@
 
 import { colour, count, el, followPointer, onTheme, percent, plural, prepare, setText, swatch } from "./dom.js";
 import { light, litKey, onLit, ownerColour } from "./palette.js";
+import { SOURCES } from "./tables.js";
 
 const MAX_HEIGHT = 320, LARGEST = 18, SMALLEST = 4;
 
 export class BlockMap {
   constructor(canvas, { detail, bar, legend }) {
     Object.assign(this, { canvas, detail, bar });
-    this.cells = []; // { id, references, isCached, owners }
+    this.cells = []; // { id, references, isCached, owners, source }
     this.stride = 1;
     this.chosen = null;
     this.columns = 1;
@@ -35,13 +36,16 @@ export class BlockMap {
   }
 
   /** `cache` and `requests` are those of /debug/state. */
-  update(cache, requests) {
-    const owners = new Map();
+  update(cache, requests, blockSize) {
+    const owners = new Map(), sources = new Map();
     for (const request of requests) {
+      const loaded = loadedPlaces(request, blockSize);
+      let place = 0;
       for (const [first, length] of request.blocks) {
-        for (let id = first; id < first + length; id++) {
+        for (let id = first; id < first + length; id++, place++) {
           if (owners.has(id)) owners.get(id).push(request);
           else owners.set(id, [request]);
+          if (place >= loaded.start && place < loaded.end) sources.set(id, request.external_source);
         }
       }
     }
@@ -50,7 +54,7 @@ export class BlockMap {
     for (const [length, references, isCached] of cache.runs) {
       for (let i = 0; i < length; i++) {
         const id = this.cells.length * cache.stride;
-        this.cells.push({ id, references, isCached: isCached === 1, owners: owners.get(id) ?? [] });
+        this.cells.push({ id, references, isCached: isCached === 1, owners: owners.get(id) ?? [], source: sources.get(id) });
       }
     }
     this.#count(cache);
@@ -71,19 +75,21 @@ export class BlockMap {
     });
     this.summary = `${plural(inUse, "block")} of ${count(cache.total - 1)} in use (${percent(inUse / Math.max(1, cache.total - 1))}), `
       + `${count(shared)} of them shared; ${count(cached)} free ones can be reused`;
+    this.held = Object.entries(cache.held ?? {}).map(([state, number]) => `${count(number)} ${state}`).join(", ");
     this.canvas.setAttribute("aria-label", `Map of blocks: ${this.summary}. Arrow keys go from block to block.`);
     if (this.chosen === null) setText(this.detail, this.#hint());
   }
 
   #hint() {
     const drawn = this.stride > 1 ? ` Of this large cache every ${this.stride}th block is drawn.` : "";
-    return `Point at a block or tap it, or move with the arrow keys.${drawn}`;
+    const held = this.held ? ` Transfers from and to other memory hold blocks: ${this.held}.` : "";
+    return `Point at a block or tap it, or move with the arrow keys.${drawn}${held}`;
   }
 
   choose(index) {
     this.chosen = index !== null && index >= 0 && index < this.cells.length ? index : null;
     const cell = this.cells[this.chosen];
-    setText(this.detail, cell ? describe(cell) : this.#hint());
+    setText(this.detail, cell ? describe(cell, this.held) : this.#hint());
     light(cell && cell.owners.length === 1 ? cell.owners[0].key : null);
     this.draw();
   }
@@ -131,6 +137,14 @@ export class BlockMap {
   }
 }
 
+/** Returns the places in a request's list of blocks whose content was loaded when it was admitted; none if its layers
+ * have several lists. */
+function loadedPlaces({ external_tokens, cached_tokens, computed_tokens, num_blocks }, blockSize) {
+  const isOneList = num_blocks <= Math.ceil((Math.max(cached_tokens, computed_tokens) + 1) / blockSize) + 1;
+  if (!external_tokens || !isOneList) return { start: 0, end: 0 };
+  return { start: (cached_tokens - external_tokens) / blockSize, end: cached_tokens / blockSize };
+}
+
 function fill(cell) {
   if (cell.id === 0) return "--line";
   if (cell.references > 1) return "--shared";
@@ -138,7 +152,7 @@ function fill(cell) {
   return cell.isCached ? "--cached" : "--free";
 }
 
-function describe({ id, references, isCached, owners }) {
+function describe({ id, references, isCached, owners, source }, held) {
   if (id === 0) return "Block 0: the null block. It takes the place of blocks that are no longer read, and is never given out.";
   if (references === 0) {
     return isCached
@@ -149,7 +163,8 @@ function describe({ id, references, isCached, owners }) {
   const more = owners.length > 4 ? ` and ${owners.length - 4} more` : "";
   const who = names ? `: ${names}${more}` : "";
   const state = isCached ? "It is full, so others that begin the same way can share it." : "It is not full yet, so no other request can share it.";
+  const origin = source ? ` Its content was not computed here, but read from ${SOURCES[source] ?? source}.` : "";
   return references > 1
-    ? `Block ${id}: shared by ${references} requests${who}.`
-    : `Block ${id}: held by one request${who}. ${state}`;
+    ? `Block ${id}: shared by ${references} requests${held ? " or transfers" : ""}${who}.${origin}`
+    : `Block ${id}: held by one request${who || (held ? " or transfer" : "")}. ${state}${origin}`;
 }

@@ -90,6 +90,18 @@ function showDrafts(time, now) {
   drafts.push(time, [now.drafts.accepted]);
 }
 
+let outside = null; // the chart of what was loaded, where there is a store or peers
+function showOutside(time, now) {
+  if (now.outside === null) return;
+  outside ??= new LineChart(charts, {
+    title: "Loaded prompt tokens", format: percent, max: 1,
+    what: "Share of the prompt tokens of the last minute whose keys and values were read from a store or taken from another engine.",
+    lines: [{ label: "disk", variable: "--s1" }, { label: "other engines", variable: "--s2", dashed: true },
+      { label: "elsewhere", variable: "--s3" }],
+  });
+  outside.push(time, now.outside);
+}
+
 const map = new BlockMap(byId("map"), { detail: byId("map-detail"), bar: byId("bar"), legend: byId("map-legend") });
 const timeline = new Timeline(byId("timeline"), { detail: byId("line-detail"), legend: byId("line-legend") });
 const tables = new RequestTables(async (id) => {
@@ -104,6 +116,16 @@ function measureDrafts() {
   return { accepted: guessed ? right / guessed : null, length: steps ? 1 + right / steps : null };
 }
 
+/** Returns the shares of the prompt tokens of the last minute that came from disk, other engines and elsewhere; null
+ * without a store and peers. */
+function measureOutside() {
+  if (!readings.last.has("quire_kv_loads_total")) return null;
+  const read = readings.growth(READ, HITS_S);
+  const found = readings.growthBy("vllm:prompt_tokens_cached_by_source_total", "source", HITS_S);
+  const all = [["disk"], ["p2p"], ["host", "external_unspecified"]];
+  return all.map((sources) => (read ? sources.reduce((sum, source) => sum + (found.get(source) ?? 0), 0) / read : null));
+}
+
 /** Computes the present figures; null where there is no data. */
 function measure(state) {
   const queries = readings.growth("vllm:prefix_cache_queries_total", HITS_S);
@@ -114,7 +136,7 @@ function measure(state) {
     ttft: [0.5, 0.95].map((q) => readings.quantile(TTFT, q, LATENCY_S)),
     itl: [0.5, 0.95].map((q) => readings.quantile(ITL, q, LATENCY_S)),
     hits: queries ? found / queries : null,
-    drafts: measureDrafts(),
+    drafts: measureDrafts(), outside: measureOutside(),
     places: state.running / state.max_num_seqs,
     cache: (usable - state.kv_cache.free) / usable,
     compute: labelled(readings.last, "quire_saturation_by_resource", "resource", "compute"),
@@ -144,7 +166,8 @@ function show(state) {
   saturation.push(state.time, [now.places, now.cache, now.compute]);
   hits.push(state.time, [now.hits]);
   showDrafts(state.time, now);
-  map.update(state.kv_cache, state.requests);
+  showOutside(state.time, now);
+  map.update(state.kv_cache, state.requests, state.block_size);
   timeline.update(state);
   tables.update(state);
   showAdapters(readings, RATE_S);

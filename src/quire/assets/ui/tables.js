@@ -7,11 +7,17 @@ const MAX_ROWS = 60, MAX_ENDED = 30;
 const PLACES = {
   running: "running", waiting: "waiting", preempted: "waiting, preempted", blocked: "deferred", resting: "session at rest",
 };
+export const SOURCES = { disk: "disk", p2p: "another engine", host: "main memory", external_unspecified: "outside" };
 const ABORT_NOTES = {
   here: "The last column aborts a request.",
   admin: "To abort a request, open the dashboard of the admin listener (--admin-host, --admin-port).",
   off: "Aborting requests here needs the admin routes: quire serve --enable-admin.",
 };
+
+function cachedInWords({ cached_tokens, external_tokens, external_source }) {
+  if (!external_tokens) return count(cached_tokens);
+  return `${count(cached_tokens)}, ${count(external_tokens)} of them from ${SOURCES[external_source] ?? external_source}`;
+}
 
 export class RequestTables {
   /** `abort` ends the requests of an id. Throws the error of the server. */
@@ -60,7 +66,7 @@ export class RequestTables {
 
   #fill({ cells }, request, now) {
     const computed = Math.min(request.computed_tokens, request.prompt_tokens);
-    [PLACES[request.place] ?? request.place, `${count(computed)} of ${count(request.prompt_tokens)}`, count(request.cached_tokens),
+    [PLACES[request.place] ?? request.place, `${count(computed)} of ${count(request.prompt_tokens)}`, cachedInWords(request),
       request.max_tokens ? `${count(request.output_tokens)} of at most ${count(request.max_tokens)}` : count(request.output_tokens),
       count(request.num_blocks), duration(Math.max(0, now - request.arrival_time)),
       request.preemptions ? count(request.preemptions) : "–"].forEach((text, i) => setText(cells[i], text));

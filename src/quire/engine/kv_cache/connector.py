@@ -49,6 +49,8 @@ class KVConnectorScheduler(ABC):
     asks_again = True
     """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
     report of the worker half."""
+    has_several_sources = False
+    """True: what a load has not brought is looked up again, in the other sources of `find_matches`."""
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         self.config = config
@@ -76,6 +78,11 @@ class KVConnectorScheduler(ABC):
         Of a request of n tokens at most n - 1 are matched. None: ask again in a later step. May be called often, and
         changes nothing. `find_longest_match` helps.
         """
+
+    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+        """Returns what each source has, of which the quickest is loaded. None: as `get_num_new_matched_tokens`."""
+        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
+        return None if match is None else [match]
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Takes the owner of all block tables, once, before the first request."""

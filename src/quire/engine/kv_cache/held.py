@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quire.engine.kv_cache.block import KVCacheBlock
@@ -73,6 +74,13 @@ class HeldBlocks:
     def count_blocks(self) -> int:
         """Returns the number of blocks that are held."""
         return len({block for _, blocks in self._held.values() for block in blocks}) if self._held else 0
+
+    def count_alone(self) -> int:
+        """Returns the number of blocks that are held and in no table."""
+        if not self._held:
+            return 0
+        counts = Counter(chain.from_iterable(blocks for _, blocks in self._held.values()))
+        return sum(block.ref_cnt == number for block, number in counts.items())
 
     def references(self) -> Iterator[KVCacheBlock]:
         """Yields a block for each reference."""

@@ -115,6 +115,14 @@ class LoadCost:
         rate = self._of(source).rate
         return None if rate is None else START_S + (queued_tokens + num_tokens) * self.bytes_per_token / rate
 
+    def predict_total(self, source: str, start: int, num_tokens: int, queued_tokens: int, end: int) -> float:
+        """Returns the seconds until all tokens up to `end` are there if `num_tokens` after `start` are loaded. What is
+        not known counts as nothing; without any step the same for all."""
+        t_rest = self.compute.predict(start + num_tokens, max(0, end - start - num_tokens))
+        if t_rest is None:
+            return 0.0
+        return (self.predict_load(source, num_tokens, queued_tokens) or 0.0) + t_rest
+
     def latest_end(self, source: str, num_tokens: int, queued_tokens: int) -> float:
         """Returns the seconds after which a load of `num_tokens` is late."""
         predicted = self.predict_load(source, num_tokens, queued_tokens)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.engine.kv_cache.block import KVCacheBlocks
@@ -13,7 +13,7 @@ from quire.engine.kv_cache.hashing import block_extra_keys, stored_extra_keys, s
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
-from quire.wire.kv_transfer import REJECTIONS, BlockKey, LoadOrder, LoadResult
+from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
 
 CANCEL_S = 0.05
 """Seconds that a cancelled load may take to end, before its request is computed without it."""
@@ -45,6 +45,22 @@ class Load:
         return sum(len(key.token_ids) for key in self.order.keys)
 
 
+@dataclass
+class RecordCounts:
+    """Records that were read by loads which have ended: each was accepted or rejected."""
+
+    num_read: int = 0
+    num_accepted: int = 0
+    num_rejected: Counter[str] = field(default_factory=Counter)
+    """Counts by reason."""
+
+    def add(self, result: LoadResult) -> None:
+        """Adds those of a load."""
+        self.num_read += result.num_records
+        self.num_accepted += result.num_accepted
+        self.num_rejected.update(result.num_rejected)
+
+
 class BlockLoader:
     """Owns the loads of one engine, and the holds on their blocks. Knows nothing of queues."""
 
@@ -56,8 +72,8 @@ class BlockLoader:
         """Loads that the worker has, by id; zombies among them."""
         self.cancels: list[int] = []
         """Ids to be sent."""
-        self.num_rejected: Counter[str] = Counter()
-        """Records that were read and are not what they should be, by reason, since the last statistics."""
+        self.records = RecordCounts()
+        """Counts since the last statistics; they are replaced by new ones then."""
         self._by_digest: dict[bytes, Load] = {}
         """The active load of each block."""
         self.next_deadline = NEVER
@@ -68,6 +84,19 @@ class BlockLoader:
     def find(self, request: Request, index: int) -> Load | None:
         """Returns the active load of a request's block."""
         return self._by_digest.get(stored_hashes(request, self._manager.block_size)[index])
+
+    def choose(
+        self, request: Request, start: int, matches: Sequence[ExternalMatch], now: float
+    ) -> ExternalMatch | None:
+        """Returns the match whose request can begin first, of those that may be loaded; None: computing is better."""
+
+        def rate(match: ExternalMatch) -> tuple[float, int]:
+            num_queued = self._count_queued(match.source)
+            seconds = self.cost.predict_total(match.source, start, match.num_tokens, num_queued, request.num_tokens)
+            return seconds, -match.num_tokens
+
+        able = [match for match in matches if match.num_tokens and self.may_load(request, start, match, now)]
+        return min(able, key=rate, default=None)
 
     def may_load(self, request: Request, start: int, match: ExternalMatch, now: float) -> bool:
         """Returns whether loading what was matched after the first `start` tokens is allowed, and pays."""
@@ -163,8 +192,7 @@ class BlockLoader:
         self.cost.note_load(source, result.num_bytes, result.seconds)
         if result.outcome == "ok":
             self.cost.note_good(source)
-        if result.reason in REJECTIONS:
-            self.num_rejected[result.reason] += 1
+        self.records.add(result)
         self._connector.on_load_finished(load.order, result)
         self._note_life(source, now)
         if load.stage not in ("sent", "cancelled"):

@@ -110,13 +110,11 @@ class KVCacheManager:
         """Returns the share of blocks in use, 0...1."""
         return self.block_pool.get_usage()
 
-    def count_blocks(self) -> tuple[int, int, int]:
-        """Returns the numbers of blocks held by requests or transfers, free with content that may be hit, and free
-        without."""
-        pool = self.block_pool
-        num_free = pool.get_num_free_blocks()
-        num_cached = pool.num_cached_free_blocks
-        return pool.num_gpu_blocks - 1 - num_free, num_cached, num_free - num_cached
+    def count_blocks(self) -> tuple[int, int, int, int]:
+        """Returns the numbers of blocks in tables, free with content that may be hit, free without, and only held."""
+        num_free, num_held = self.block_pool.get_num_free_blocks(), self.held.count_alone()
+        num_cached = self.block_pool.num_cached_free_blocks
+        return self.block_pool.num_gpu_blocks - 1 - num_free - num_held, num_cached, num_free - num_cached, num_held
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Returns the longest cached prefix of a request about to be admitted: its blocks and its length in tokens.

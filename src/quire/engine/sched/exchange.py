@@ -17,7 +17,7 @@ from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
-from quire.engine.kv_cache.loader import BlockLoader, Load
+from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.kv_cache.saver import BlockSaver, SaveCounts
 from quire.engine.kv_cache.sizing import KVCacheSizes
@@ -184,9 +184,9 @@ class KVExchange(NoExchange, AdmissionGate):
         self.leases = BlockLeases(manager)
         connector.bind_kv_cache_manager(manager)
         self._manager = manager
-        self._loaded: dict[Request, tuple[Load, int]] = {}
+        self._loaded: dict[Request, list[tuple[Load, int]]] = {}
         """Loads that have ended, and how many tokens they have brought, of requests that were not admitted since. These
-        do not load again."""
+        do not load again, unless another source may have what the last one has not brought."""
         self._waits: dict[Request, Load | None] = {}
         """Requests that are blocked here, and the load that they wait for; None: for any transfer to end."""
         self._deferred: list[Request] = []
@@ -220,9 +220,7 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def note_left(self, request: Request) -> None:
         self._waits.pop(request, None)
-        loaded = self._loaded.pop(request, None)
-        if loaded is not None:
-            self.loader.release(loaded[0])
+        self._release(request)
         load = self.loader.active.get(request)
         if load is not None:
             self._abandon(load, "cancelled")
@@ -242,7 +240,9 @@ class KVExchange(NoExchange, AdmissionGate):
         new, self._stats = self._stats, KVTransferStats()
         saver, loader, leases = self.saver, self.loader, self.leases
         new.num_loads_in_flight = len(loader.active)
-        new.num_rejected_records, loader.num_rejected = dict(loader.num_rejected), Counter()
+        records, loader.records = loader.records, RecordCounts()
+        new.num_read_records, new.num_accepted_records = records.num_read, records.num_accepted
+        new.num_rejected_records = dict(records.num_rejected)
         counts, saver.counts = saver.counts, SaveCounts()
         new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
@@ -311,7 +311,7 @@ class KVExchange(NoExchange, AdmissionGate):
     ) -> bool:
         if request.skip_reading_prefix_cache or not self.connector.may_transfer(request):
             return False
-        if request in self._loaded or self._declined == (request, num_hits):
+        if self._declined == (request, num_hits) or not self._may_load(request):
             return False
         first = num_hits // self._manager.block_size
         if (first + 1) * self._manager.block_size >= request.num_tokens:
@@ -320,14 +320,16 @@ class KVExchange(NoExchange, AdmissionGate):
         if other is not None:
             self._waits[request] = other
             return True
-        match = self.connector.get_num_new_matched_tokens(request, num_hits)
-        if match is None:
+        matches = self.connector.find_matches(request, num_hits)
+        if matches is None:
             self._waits[request] = None
             if self.connector.asks_again:
                 self._deferred.append(request)
             return True
-        now = self.clock()
-        if not match.num_tokens or not self.loader.may_load(request, num_hits, match, now):
+        now, used = self.clock(), {load.order.source for load, _ in self._loaded.get(request, ())}
+        matches = [match for match in matches if match.source not in used]
+        match = self.loader.choose(request, num_hits, matches, now)
+        if match is None:
             self._declined = request, num_hits
             return False
         reserved_blocks += self._manager.count_blocks_to_come(running)
@@ -340,6 +342,19 @@ class KVExchange(NoExchange, AdmissionGate):
         request.await_load()
         return True
 
+    def _may_load(self, request: Request) -> bool:
+        """Returns whether a request has not loaded yet, or may load what another source has."""
+        loaded = self._loaded.get(request)
+        if not loaded:
+            return True
+        last, num_tokens = loaded[-1]
+        return self.connector.has_several_sources and num_tokens < last.num_tokens
+
+    def _release(self, request: Request) -> None:
+        """Gives back what the loads of a request have brought: it was admitted, or has left."""
+        for load, _ in self._loaded.pop(request, ()):
+            self.loader.release(load)
+
     def _abandon(self, load: Load, outcome: str) -> None:
         self.loader.abandon(load, self.clock())
         self._end(load, 0, outcome)
@@ -351,9 +366,10 @@ class KVExchange(NoExchange, AdmissionGate):
         loads[outcome] = loads.get(outcome, 0) + 1
         if not request.is_finished:
             num_tokens = num_blocks * self._manager.block_size
-            self._loaded[request] = load, num_tokens
+            self._loaded.setdefault(request, []).append((load, num_tokens))
             if num_blocks:
-                request.report.external_source = load.order.source.partition(":")[0]
+                by_source, source = request.report.external_by_source, load.order.source.partition(":")[0]
+                by_source[source] = by_source.get(source, 0) + num_tokens
         if num_blocks:
             now = self.clock()
             self._stats.load_seconds.append(now - load.began)
@@ -374,10 +390,9 @@ class KVExchange(NoExchange, AdmissionGate):
         self.saver.cancel_sent(self.clock())
         if request.status is RequestStatus.RUNNING and self.leases.break_oldest():
             return True  # requests that wait can wait for leases to end
-        newest_first = [load for other, (load, _) in reversed(self._loaded.items()) if other is not request]
-        if request in self._loaded:
-            newest_first.append(self._loaded[request][0])
-        return any(self.loader.release(load) for load in newest_first)
+        newest_first = [other for other in reversed(self._loaded) if other is not request]
+        loads = [load for other in [*newest_first, request] for load, _ in reversed(self._loaded.get(other, ()))]
+        return any(self.loader.release(load) for load in loads)
 
     def await_room(self, request: Request) -> bool:
         loader, saver, leases = self.loader, self.saver, self.leases
@@ -391,16 +406,14 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- admissions --------------------------------------------------------------------------------------------
 
     def count_external(self, request: Request, num_hits: int) -> int:
-        loaded = self._loaded.get(request)
-        if loaded is None:
-            return 0
-        start = loaded[0].order.start * self._manager.block_size
-        return max(0, min(num_hits, start + loaded[1]) - start)
+        num_external, size = 0, self._manager.block_size
+        for load, num_tokens in self._loaded.get(request, ()):
+            start = load.order.start * size
+            num_external += max(0, min(num_hits, start + num_tokens) - start)
+        return num_external
 
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
-        loaded = self._loaded.pop(request, None)
-        if loaded is not None:
-            self.loader.release(loaded[0])
+        self._release(request)
         self.connector.request_started(request)
         self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
         if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):
@@ -449,9 +462,8 @@ class KVExchange(NoExchange, AdmissionGate):
             return False
         for load in list(loader.active.values()):
             self._abandon(load, "cancelled")
-        for load, _ in self._loaded.values():
-            loader.release(load)
-        self._loaded.clear()  # all of them may load once more
+        for request in list(self._loaded):
+            self._release(request)  # all of them may load once more
         saver.drop_unsent()
         saver.forget_postponed()
         self.leases.break_all()

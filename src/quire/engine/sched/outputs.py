@@ -12,7 +12,7 @@ from quire.engine.structured_output.request import GrammarVerdict, StructuredOut
 from quire.errors import error_name
 from quire.wire.engine_core import EngineCoreOutput, EngineCoreOutputs
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
-from quire.wire.stats import PrefillStats, SchedulerStats
+from quire.wire.stats import PrefillStats, SchedulerStats, divide_by_source
 
 MAX_JUMP = 64
 """Most tokens that a grammar appends at once; those after them come with the next step."""
@@ -140,7 +140,7 @@ def make_prefill_stats(request: Request) -> PrefillStats:
         num_computed_tokens=num_prompt - num_cached,
         num_local_cached_tokens=num_local,
         num_external_cached_tokens=num_cached - num_local,
-        external_by_source={report.external_source: num_cached - num_local} if num_cached > num_local else {},
+        external_by_source=divide_by_source(num_cached - num_local, report.external_by_source),
         load_span=report.load_span if num_cached > num_local else None,
     )
 

@@ -421,7 +421,7 @@ class Scheduler(SchedulerInterface):
         if not self.log_stats:
             return None
         manager = self.kv_cache_manager
-        num_used, num_cached, num_free = manager.count_blocks()
+        num_used, num_cached, num_free, num_held = manager.count_blocks()
         stats = SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting.ready),
@@ -432,6 +432,7 @@ class Scheduler(SchedulerInterface):
             num_used_blocks=num_used,
             num_cached_blocks=num_cached,
             num_free_blocks=num_free,
+            num_held_blocks=num_held,
         )
         self._num_recomputed_tokens = 0
         changes = manager.block_pool.changes

@@ -554,8 +554,7 @@ class EngineSet:
         stats = member.stats
         if stats is not None and len(self._members) > 1:
             member.stats = None
-            num_blocks = stats.num_used_blocks + stats.num_cached_blocks + stats.num_free_blocks
-            empty = SchedulerStats(num_free_blocks=num_blocks)
+            empty = SchedulerStats(num_free_blocks=stats.num_blocks)
             self.deliveries.append(EngineCoreOutputs(engine_index=member.index, scheduler_stats=empty))
 
 

@@ -209,6 +209,7 @@ class PeerConnection:
         if isinstance(answer, Refused):
             reason = "stale" if answer.field == "session" else "refused"
             raise PeerError(reason, f"{self.address} refuses: {answer.field} does not fit")
+        failpoint("kv.peer.answer", type(answer).__name__)
         return answer, [frame.buffer for frame in frames]
 
 

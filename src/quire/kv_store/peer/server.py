@@ -277,6 +277,7 @@ class BlockServer:
             message = self._decoder.decode(frames[0]) if len(frames) == 1 else None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             message = None
+        failpoint("kv.peer.message", type(message).__name__)
         session = self._sessions.pop(name, None)
         if isinstance(message, Hello):
             self._greet(name, message)

@@ -163,6 +163,8 @@ class PeerLoad:
         self._namespace, self._client, self._mac, self._report = namespace, client, mac, report
         self._is_cancelled = threading.Event()
         self._num_verified = self._num_bytes = 0
+        self._num_records = self._num_accepted = 0
+        self._num_rejected: dict[str, int] = {}
 
     def cancel(self) -> None:
         """Ends the load after the block that is being read."""
@@ -177,6 +179,8 @@ class PeerLoad:
         except (PeerError, InvalidRecordError) as e:
             logger.debug("load %d: %s", self.order.load_id, e)
             reason = "" if e.reason == "cancelled" else e.reason
+            if isinstance(e, InvalidRecordError) and self._num_records:
+                self._num_rejected = {reason: 1}
         except Exception:
             logger.exception("load %d failed", self.order.load_id)
             reason = "io"
@@ -187,6 +191,8 @@ class PeerLoad:
             outcome = "cancelled"
         seconds = time.monotonic() - start_ts
         result = LoadResult(self.order.load_id, self._num_verified, outcome, self._num_bytes, seconds, reason)
+        result.num_records, result.num_accepted = self._num_records, self._num_accepted
+        result.num_rejected = self._num_rejected
         self._report(KVConnectorOutput(loads=[result]))
 
     def _fetch(self, progress_ts: float) -> None:
@@ -206,11 +212,13 @@ class PeerLoad:
             records = peer.fetch(params.get("lease", ""), names, is_cancelled)
             places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
             for ((position, group, block_id), following), (head, payload) in zip(places, records, strict=True):
+                self._num_records += 1
                 header = namespace.header_of(group, keys[position])
                 expected = header.encode()
                 if len(head) != len(expected) + TAG_BYTES or len(payload) != header.payload_bytes:
                     raise InvalidRecordError("format", "the record has another size")
                 self._mac.check(expected, head[:-TAG_BYTES], head[-TAG_BYTES:], [payload])
+                self._num_accepted += 1
                 namespace.blocks.copy_in(group, block_id, payload)
                 self._num_bytes += len(head) + len(payload)
                 if following > position:  # its last block: all up to the next position are verified

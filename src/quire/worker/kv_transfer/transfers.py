@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -137,6 +138,7 @@ class Load:
         self._num_active = 0
         self._is_cancelled = self._is_reported = False
         self._num_bytes, self._start_ts, self._progress_ts = 0, 0.0, 0.0
+        self._num_accepted, self._num_rejected = 0, Counter[str]()
         parts = (order.params or {}).get("parts", ())
         part = parts[rank] if rank < len(parts) else {}
         self._extents: Sequence[str] = part.get("extents", ())
@@ -214,8 +216,14 @@ class Load:
         if place == NO_PLACE:
             raise InvalidRecordError(GONE, "the record is not in the index any more")
         header = namespace.header_of(group, self.order.keys[position])
-        start = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+        try:
+            start = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+        except InvalidRecordError as e:
+            with self._lock:
+                self._num_rejected[e.reason] += e.reason != GONE
+            raise
         with self._lock:
+            self._num_accepted += 1
             self._num_bytes += header.record_bytes
         return start
 
@@ -235,6 +243,8 @@ class Load:
             outcome = "cancelled"
         seconds = time.monotonic() - self._start_ts if self._start_ts else 0.0
         result = LoadResult(self.order.load_id, num_verified, outcome, self._num_bytes, seconds, reason)
+        result.num_records, result.num_accepted = self._reader.num_records, self._num_accepted
+        result.num_rejected = dict(+self._num_rejected)
         self._report(KVConnectorOutput(loads=[result]))
 
 

@@ -349,7 +349,12 @@ def test_blocks_go_when_all_connectors_have_sent_them(tmp_path: Path) -> None:
     assert not engine.worker_half._unsent
 
 
-@pytest.mark.parametrize("parts", [[], [{"kv_connector": "StoreConnector"}], [3]])
+def test_one_store_is_not_several_connectors() -> None:
+    with pytest.raises(ConfigError, match="MultiConnector"):
+        of_several({"kv_connector": "StoreConnector"})
+
+
+@pytest.mark.parametrize("parts", [[], [3]])
 def test_several_connectors_are_foreign_ones(parts: list[Any]) -> None:
     config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=of_several(*parts))
     with pytest.raises(ConfigError, match="MultiConnector"):

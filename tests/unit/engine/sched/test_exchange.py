@@ -12,21 +12,22 @@ import pytest
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
-from quire.config.kv_transfer import KVTransferConfig
+from quire.config.kv_transfer import CONNECTORS, ConnectorSpec, KVTransferConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.request import RequestStatus
+from quire.engine.kv_cache.connector import ExternalMatch
+from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
-from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
+from quire.testing.fake_tier import FakeTier, FakeTierScheduler, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.kv_transfer import KVConnectorOutput
+from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -98,6 +99,9 @@ class Engine:
             total.num_dropped_blocks[reason] = total.num_dropped_blocks.get(reason, 0) + number
         for reason, number in new.num_rejected_records.items():
             total.num_rejected_records[reason] = total.num_rejected_records.get(reason, 0) + number
+        num_rejected = sum(new.num_rejected_records.values())
+        assert new.num_read_records == new.num_accepted_records + num_rejected
+        total.num_accepted_records += new.num_accepted_records
         for end, number in new.num_leases.items():
             total.num_leases[end] = total.num_leases.get(end, 0) + number
         total.num_loads_begun += new.num_loads_begun
@@ -290,7 +294,56 @@ def test_what_is_before_a_bad_record_is_used(filled: FakeTier, kind: str) -> Non
     assert engine.prefills["a"] == PrefillStats(30, 18, 0, 12, {"disk": 12})
     assert engine.transfers.num_loads == {"partial": 1}
     assert engine.transfers.num_rejected_records == {"io" if kind == "lost" else "mac": 1}
+    assert engine.transfers.num_accepted_records == 3
     assert place in filled.records, "it was computed, and saved again"
+
+
+class TwoSources(FakeTierScheduler):
+    """Has what the store has from two sources, and forgets nothing."""
+
+    has_several_sources = True
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        return
+
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch]:
+        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
+        assert match is not None
+        return [match._replace(source="p2p:peer"), match]
+
+
+@pytest.mark.parametrize("num_good", [0, 3])
+def test_what_one_source_has_not_brought_another_brings(
+    filled: FakeTier, monkeypatch: pytest.MonkeyPatch, num_good: int
+) -> None:
+    row = ConnectorSpec(f"{__name__}:TwoSources", CONNECTORS["FakeTier"].worker)
+    monkeypatch.setitem(CONNECTORS, "FakeTier", row)
+    place = next(
+        p for p, r in filled.records.items() if list(r.key.token_ids) == PROMPT[4 * num_good : 4 * num_good + 4]
+    )
+    record = filled.records[place]
+    filled.records[place] = replace(record, slots=b"")
+    engine = begin(filled)
+    engine.move()
+    filled.records[place] = record
+    engine.step()
+    assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS, "it is loaded from the other source"
+    engine.finish()
+    by_source = {"p2p": SIZE * num_good, "disk": 28 - SIZE * num_good}
+    assert engine.prefills["a"] == PrefillStats(30, 2, 0, 28, {k: v for k, v in by_source.items() if v})
+    assert engine.transfers.num_loads == {"partial" if num_good else "failed": 1, "ok": 1}
+    assert engine.held() == {}
+
+
+def test_no_source_is_asked_twice(filled: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ConnectorSpec(f"{__name__}:TwoSources", CONNECTORS["FakeTier"].worker)
+    monkeypatch.setitem(CONNECTORS, "FakeTier", row)
+    place = next(p for p, r in filled.records.items() if list(r.key.token_ids) == PROMPT[:4])
+    filled.records[place] = replace(filled.records[place], slots=b"")
+    engine = begin(filled)
+    engine.finish()
+    assert engine.transfers.num_loads == {"failed": 2}
+    assert engine.prefills["a"] == PrefillStats(30, 30, 0, 0, {})
 
 
 def test_a_late_load_is_cancelled_and_its_verified_part_used(filled: FakeTier) -> None:

@@ -49,6 +49,7 @@ def test_a_request_is_described_with_its_blocks() -> None:
     assert alone["blocks"] == [[5, 3], [2, 1], [9, 2]]
     assert (alone["id"], alone["key"], alone["output_tokens"], alone["cached_tokens"]) == ("a", "0_a-1", 2, 0)
     assert alone["scheduled_time"] is None
+    assert (alone["external_tokens"], alone["external_source"]) == (0, None)
     known = describe_request(request, (9.0, 9.5, 0.0, 0.0), 990.0)
     assert (known["queued_time"], known["scheduled_time"], known["first_token_time"]) == (999.0, 999.5, None)
 

@@ -264,13 +264,14 @@ LEDGER: tuple[MetricSpec, ...] = (
     of_step(
         name="kv_blocks",
         kind="gauge",
-        help="Blocks of the KV cache: used by requests, free with reusable content, free without.",
+        help="Blocks of the KV cache: used by requests, free with reusable content, free without, held by transfers.",
         labels=("state",),
-        known=each(("used", "cached", "free")),
+        known=each(("used", "cached", "free", "held")),
         samples=lambda stats: (
             (("used",), stats.num_used_blocks),
             (("cached",), stats.num_cached_blocks),
             (("free",), stats.num_free_blocks),
+            (("held",), stats.num_held_blocks),
         ),
         prefix=QUIRE,
     ),

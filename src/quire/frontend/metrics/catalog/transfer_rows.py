@@ -40,6 +40,18 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         family="time_to_first_token",
     ),
     of_transfers(
+        name="kv_records_read",
+        kind="counter",
+        help="Records that were read, by loads that have ended. They are those accepted, and those rejected.",
+        value=attrgetter("num_read_records"),
+    ),
+    of_transfers(
+        name="kv_records_accepted",
+        kind="counter",
+        help="Records that were read and are what they should be: tag, key and tokens agree.",
+        value=attrgetter("num_accepted_records"),
+    ),
+    of_transfers(
         name="kv_records_rejected",
         kind="counter",
         help="Records of the store that were read and not used, by reason. mac: damaged, or of another key. key: of "

@@ -1,0 +1,150 @@
+"""The scheduler half of a store and peers in one engine: a request loads from the quicker of the two.
+
+What the first cannot bring after all the other may have: a request whose load has failed is looked up again. Messages
+have a part for each (`PARTS`). Blocks are saved to the store, and leased to peers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.kv_transfer import PARTS
+from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.peer_scheduler import PeerScheduler
+from quire.engine.kv_cache.store_scheduler import StoreScheduler
+from quire.engine.request import Request
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+
+PART = "part"
+
+
+class StoreAndPeersScheduler(KVConnectorScheduler):
+    """Passes calls on to the two schedulers, which do not know of one another."""
+
+    asks_again = False
+    """Only peers postpone an answer."""
+    has_several_sources = True
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, kv_cache_config)
+        of_store, of_peers = _configs(config)
+        self._store = StoreScheduler(of_store, kv_cache_config)
+        self._peers = PeerScheduler(of_peers, kv_cache_config)
+        self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
+
+    @classmethod
+    def check_config(cls, config: EngineConfig) -> None:
+        of_store, of_peers = _configs(config)
+        StoreScheduler.check_config(of_store)
+        PeerScheduler.check_config(of_peers)
+
+    def may_transfer(self, request: Request) -> bool:
+        return any(part.may_transfer(request) for part in self._parts.values())
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        matches = self.find_matches(request, num_computed_tokens)
+        return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
+
+    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+        matches: list[ExternalMatch] = []
+        for name, part in self._parts.items():
+            if not part.may_transfer(request):
+                continue
+            match = part.get_num_new_matched_tokens(request, num_computed_tokens)
+            if match is None:
+                return None
+            if match.num_tokens:
+                matches.append(match._replace(params={**(match.params or {}), PART: name}))
+        return matches
+
+    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+        name = _part_of(order)
+        self._parts[name].update_state_after_alloc(request, order)
+        order.params = {**(order.params or {}), PART: name}
+
+    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
+        self._parts[_part_of(order)].on_load_finished(order, result)
+
+    # -- saves and leases --------------------------------------------------------------------------------------
+
+    def wants_saves(self, request: Request) -> bool:
+        return self._store.may_transfer(request) and self._store.wants_saves(request)
+
+    def seconds_to_save(self) -> float:
+        return self._store.seconds_to_save()
+
+    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+        return self._store.wants_block(group_id, key)
+
+    def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
+        self._store.on_save_finished(order, result)
+
+    def name_lease(self, request: Request) -> str | None:
+        return self._peers.name_lease(request) if self._peers.may_transfer(request) else None
+
+    def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
+        return self._peers.make_transfer_params(request, lease, num_tokens)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        for part in self._parts.values():
+            part.on_new_request(request)
+
+    def request_started(self, request: Request) -> None:
+        for part in self._parts.values():
+            part.request_started(request)
+
+    def request_finished(self, request: Request) -> None:
+        for part in self._parts.values():
+            part.request_finished(request)
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def take_message(self) -> dict[str, Any] | None:
+        return _join({name: part.take_message() for name, part in self._parts.items()})
+
+    def build_connector_meta(self) -> dict[str, Any] | None:
+        return _join({name: part.build_connector_meta() for name, part in self._parts.items()})
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        info = output.info or {}
+        if PART in info:
+            self._parts[info[PART]].update_connector_output(KVConnectorOutput(info=info["info"], rank=output.rank))
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def set_weights(self, path: str) -> None:
+        for part in self._parts.values():
+            part.set_weights(path)
+
+    def count_stored(self) -> tuple[int, int]:
+        return self._store.count_stored()
+
+    def reset_cache(self) -> bool:
+        return self._store.reset_cache()
+
+    def shutdown(self) -> None:
+        for part in self._parts.values():
+            part.shutdown()
+
+
+def _configs(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """Returns the configurations of the store and of the peers."""
+    store, peers = (dataclasses.replace(config, kv_transfer_config=part) for part in config.kv_transfer_config.parts)
+    return store, peers
+
+
+def _part_of(order: LoadOrder) -> str:
+    name: str = (order.params or {})[PART]
+    return name
+
+
+def _join(messages: dict[str, dict[str, Any] | None]) -> dict[str, Any] | None:
+    return {name: message for name, message in messages.items() if message} or None
