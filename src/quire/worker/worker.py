@@ -159,7 +159,7 @@ class Worker:
     def _num_workers(self) -> int:
         """Number of workers on this machine."""
         parallel = self.config.parallel_config
-        return parallel.world_size * parallel.num_local_engines
+        return parallel.world_size * len(parallel.machine_engines)
 
     @property
     def _topology(self) -> Topology:
@@ -285,7 +285,7 @@ class Worker:
             mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         if self._pool is not None:
             mapped_bytes += self._pool.num_bytes
-        free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
+        free = max(0, host.available_cpu_memory() - mapped_bytes) // len(self.config.parallel_config.machine_engines)
         return self._share_of(host.cpu_kv_cache_bytes(free, useful))
 
     @property
