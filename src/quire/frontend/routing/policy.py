@@ -26,6 +26,9 @@ ROW_S = 1e-4
 """Costs of a prompt token, of a step and of each row in it, until an engine's own are known."""
 MIN_STEPS = 512
 """Steps before costs are fitted: a few, all of one size, show no cost per row, and equal engines would seem unlike."""
+MIN_PROMPT_STEPS = 32
+"""Steps with prompts among them: without any, prompts would seem to cost nothing. Only steps that follow another count,
+so an engine that is mostly idle sees few."""
 REFIT_INTERVAL_S = 10.0
 NO_ROOM_S = 1.0
 """Wait that is expected where the blocks of the prompt do not fit beside those in use."""
@@ -148,10 +151,14 @@ class EngineLoad:
             self._num_steps += 1
         self._last_ts = timestamp
         self._was_busy = bool(stats.num_running_reqs or stats.num_waiting_reqs)
-        is_fitted = self._num_steps >= MIN_STEPS and timestamp > self._fitted_ts + REFIT_INTERVAL_S
+        is_fitted = (
+            self._num_steps >= MIN_STEPS
+            and timestamp > self._fitted_ts + REFIT_INTERVAL_S
+            and self._costs.num_prompt_steps >= MIN_PROMPT_STEPS
+        )
         if is_fitted:
             self._fitted_ts = timestamp
-        self.note_facts(stats.kv_cache_usage, self._costs.fit() if is_fitted else None)
+        self.note_facts(stats.kv_cache_usage, self._costs.fit_by_token() if is_fitted else None)
         return is_fitted
 
     def predict_wait(self, num_tokens: int, num_cached: int) -> float:

@@ -93,7 +93,7 @@ def test_only_the_starting_process_has_statistics_and_all_route_by_them(tmp_path
     parent.open_engine(0, ready)
     before = router.predict_wait(0, len(PROMPT))
     for step in range(MIN_STEPS + 2):  # of 3 s each
-        stats = SchedulerStats(num_running_reqs=1, num_decoded_reqs=1, num_scheduled_tokens=1, kv_cache_usage=0.125)
+        stats = SchedulerStats(num_running_reqs=1, num_decoded_reqs=1, num_scheduled_tokens=9, kv_cache_usage=0.125)
         parent.note_step(EngineCoreOutputs(engine_index=0, timestamp=100.0 + 3.0 * step, scheduler_stats=stats))
     assert before < 1
     assert router.predict_wait(0, len(PROMPT)) == pytest.approx(parent.predict_wait(0, len(PROMPT)))

@@ -11,6 +11,7 @@ import pytest
 from quire.frontend.metrics.collect.saturation import CostModel
 from quire.frontend.routing.policy import (
     LOAD_FACTOR,
+    MIN_STEPS,
     ROUTING_POLICIES,
     EngineLoad,
     LeastWait,
@@ -98,7 +99,7 @@ def test_costs_are_learnt_from_the_steps() -> None:
         now += 0.010 * rows + 0.001 * prompt
         stats = SchedulerStats(rows, num_scheduled_tokens=rows + prompt, num_decoded_reqs=rows)
         load.note_step(now, stats)
-    load.note_facts(0.0, load._costs.fit())
+    load.note_facts(0.0, load._costs.fit_by_token())
     assert load.predict_wait(100, 0) - load.predict_wait(0, 0) == pytest.approx(0.1, rel=0.2)
     for _ in range(4):
         load.add_request(0)
@@ -173,6 +174,21 @@ def test_choices_are_those_of_the_formula() -> None:
 
 def _make_model(rng: random.Random) -> CostModel:
     return CostModel(tuple(rng.random() * 1e-3 for _ in CostModel().coefficients))
+
+
+def test_prompts_cost_what_they_cost_however_alike_they_are() -> None:
+    """Prompts of one length, in steps that follow others: each token is worth a millisecond. Before such steps were
+    seen the usual cost is assumed."""
+    load, now = EngineLoad(0), 0.0
+    for step in range(20 * MIN_STEPS):
+        prompt = 200 if step > 2 * MIN_STEPS and step % 20 == 0 else 0
+        now += 0.010 + 0.001 * prompt
+        stats = SchedulerStats(1, num_scheduled_tokens=1 + prompt, num_decoded_reqs=1)
+        load.note_step(now, stats)
+        if step == 2 * MIN_STEPS:
+            assert now > 10 and load.model is None
+    assert load.model is not None
+    assert load.predict_wait(300, 0) - load.predict_wait(300, 200) == pytest.approx(0.2, rel=0.1)
 
 
 def test_the_rule_of_vllm() -> None:
