@@ -33,7 +33,10 @@ REFIT_INTERVAL_S = 10.0
 NO_ROOM_S = 1.0
 """Wait that is expected where the blocks of the prompt do not fit beside those in use."""
 LOAD_FACTOR = 1.25
-"""No engine gets a request if it then has more than this times the mean, plus 1."""
+"""No engine gets a request if it then has more than this times the mean, plus 1, and more than `FEW`."""
+FEW = 2
+"""Requests that any engine may have: with fewer than one for each engine on average, a second one costs a row, and
+another engine the prefix."""
 TIE_S = 0.002
 TIE_SHARE = 0.25
 """Waits are equal if they differ by less than `TIE_S`, and by less than this share of the shorter one."""
@@ -195,10 +198,10 @@ class LeastWait(RoutingPolicy):
     this prompt that are not cached there, at the measured cost of each, and a step with all its rows. The latter tokens
     count twice: this request waits for them, and so do those that come to the engine after it.
 
-    An engine with more than `LOAD_FACTOR` times the mean number of requests, plus 1, is left out. So a prefix that many
-    requests share spreads over more engines as soon as the queue before it costs more than the prefix. Among equal
-    waits the longest cached prefix decides, then the fewest requests, then the first block by rendezvous hashing: after
-    a restart the same prompts meet at the same engine.
+    An engine that would have more than `LOAD_FACTOR` times the mean number of requests, plus 1, is left out, unless it
+    would have `FEW`. So a prefix that many requests share spreads over more engines as soon as the queue before it
+    costs more than the prefix. Among equal waits the longest cached prefix decides, then the fewest requests, then the
+    first block by rendezvous hashing: after a restart the same prompts meet at the same engine.
     """
 
     reads_prefixes = True
@@ -214,7 +217,7 @@ class LeastWait(RoutingPolicy):
             for (_, queued, token_s, step_s, room), cached in zip(terms, num_cached, strict=True)
             for num_new in (num_tokens - cached,)
         ]
-        limit = math.floor(LOAD_FACTOR * (sum(counts) + 1) / len(counts) + 1) - 1
+        limit = max(FEW, math.floor(LOAD_FACTOR * (sum(counts) + 1) / len(counts) + 1)) - 1
         shortest = least = min(waits)
         if max(counts) > limit:
             least = min([wait for wait, count in zip(waits, counts, strict=True) if count <= limit])

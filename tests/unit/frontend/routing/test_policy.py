@@ -10,6 +10,7 @@ import pytest
 
 from quire.frontend.metrics.collect.saturation import CostModel
 from quire.frontend.routing.policy import (
+    FEW,
     LOAD_FACTOR,
     MIN_STEPS,
     ROUTING_POLICIES,
@@ -67,7 +68,7 @@ def test_no_engine_gets_far_more_than_the_others() -> None:
         engines[position].add_request(0)
         engines[position].start_request(0)
         reasons.add(reason)
-        assert max(load.num_running for load in engines) <= LOAD_FACTOR * number / 3 + 1
+        assert max(load.num_running for load in engines) <= max(FEW, LOAD_FACTOR * number / 3 + 1)
     assert reasons == {"prefix", "bound", "wait"} or reasons == {"prefix", "bound"}
 
 
@@ -130,7 +131,7 @@ def choose_slowly(request: Routed, loads: Sequence[EngineLoad]) -> tuple[int, st
         return x ^ (x >> 31)
 
     counts = [count(load) for load in loads]
-    limit = 1.25 * (sum(counts) + 1) / len(counts) + 1
+    limit = max(2, 1.25 * (sum(counts) + 1) / len(counts) + 1)
     waits = [predict(load, cached) for load, cached in zip(loads, request.num_cached, strict=True)]
     allowed = [i for i in range(len(loads)) if counts[i] + 1 <= limit]
     least = min(waits[i] for i in allowed)
@@ -186,7 +187,7 @@ def test_prompts_cost_what_they_cost_however_alike_they_are() -> None:
         stats = SchedulerStats(1, num_scheduled_tokens=1 + prompt, num_decoded_reqs=1)
         load.note_step(now, stats)
         if step == 2 * MIN_STEPS:
-            assert now > 10 and load.model is None
+            assert load.model is None
     assert load.model is not None
     assert load.predict_wait(300, 0) - load.predict_wait(300, 200) == pytest.approx(0.2, rel=0.1)
 
