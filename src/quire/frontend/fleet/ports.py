@@ -164,10 +164,10 @@ class Probe:
                 reader, writer = await asyncio.open_connection(self._host, port, ssl=self._tls)
                 try:
                     writer.write(b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                    return (await reader.readline()).split()[1:2] == [b"200"]
+                    return (await reader.readexactly(12)).endswith(b" 200")  # HTTP/1.1 200
                 finally:
                     writer.close()
-        except (OSError, TimeoutError, ValueError):
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
             return False
 
 
