@@ -165,6 +165,9 @@ class ParallelConfig:
 
     engine_index: int = 0
     """Index of the engine: no flag, set where its core starts."""
+    port_index: int = -1
+    """Number of this server among those of --data-parallel-multi-port-external-lb: no flag, set where it starts. -1: it
+    is none of them."""
     experts_file: int = -1
     """Descriptor of the file of engines that share experts, -1 for others: no flag, set where the core starts."""
 
@@ -206,7 +209,8 @@ class ParallelConfig:
     @property
     def is_hybrid(self) -> bool:
         """True if each machine has a server, which chooses among the engines there."""
-        return self._asks_for_hybrid and self._num_local not in (1, self.data_parallel_size)
+        is_asked = self._asks_for_hybrid and not self.data_parallel_multi_port_external_lb
+        return is_asked and self._num_local not in (1, self.data_parallel_size)
 
     @property
     def _asks_for_hybrid(self) -> bool:
@@ -219,11 +223,20 @@ class ParallelConfig:
     @property
     def num_local_engines(self) -> int:
         """Number of engines that this process starts on this machine."""
+        return 1 if self.port_index >= 0 else len(self.machine_engines)
+
+    @property
+    def machine_engines(self) -> range:
+        """Engines that share this machine: those that this process starts, and those of the servers on other ports."""
+        first = self.data_parallel_rank or self.data_parallel_start_rank or 0
         if self.is_on_ray:
-            return 0
-        if self._num_local is not None:
-            return self._num_local
-        return 1 if self.is_external and not self.data_parallel_multi_port_external_lb else self.data_parallel_size
+            count = 0
+        elif self._num_local is not None:
+            count = self._num_local
+        else:
+            is_single = self.is_external and not self.data_parallel_multi_port_external_lb
+            count = 1 if is_single else self.data_parallel_size
+        return range(first, first + count)
 
     @property
     def is_on_ray(self) -> bool:
@@ -249,8 +262,8 @@ class ParallelConfig:
 
     @property
     def first_engine(self) -> int:
-        """Rank of the first engine on this machine."""
-        return self.data_parallel_rank or self.data_parallel_start_rank or 0
+        """Rank of the first engine that this process starts."""
+        return self.machine_engines.start + max(0, self.port_index)
 
     @property
     def shares_experts(self) -> bool:
@@ -310,6 +323,21 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         lambda c: c.is_external and c.data_parallel_size == 1,
         "a load balancer of yours (--data-parallel-external-lb or --data-parallel-rank) needs several engines; give "
         "--data-parallel-size, or leave the other out",
+    ),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb and c.data_parallel_rank is not None,
+        "--data-parallel-rank {c.data_parallel_rank} is of one server, --data-parallel-multi-port-external-lb starts "
+        "several; give --data-parallel-start-rank, the number of the first, or leave one out",
+    ),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb and (c.headless or c.data_parallel_size_local == 0),
+        "--data-parallel-multi-port-external-lb starts a server for each engine of this machine, and there are none "
+        "(--headless, or --data-parallel-size-local 0)",
+    ),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb and c.has_waves,
+        "--data-parallel-multi-port-external-lb: engines that step together (--enable-expert-parallel, "
+        "--dp-coordinator always) are those of one server, and here each has its own; leave one out",
     ),
     (
         lambda c: c.data_parallel_external_lb and c.data_parallel_rank is None,
@@ -424,11 +452,6 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "--nnodes {c.nnodes}",
         "the workers of an engine are on one machine; start an engine on each (--data-parallel-size, and --headless on "
         "all but the first), or make the model smaller (--quantization int4)",
-    ),
-    (
-        lambda c: c.data_parallel_multi_port_external_lb,
-        "--data-parallel-multi-port-external-lb",
-        "start a server per engine yourself, each with --data-parallel-rank and a --port of its own",
     ),
     (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]

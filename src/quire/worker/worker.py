@@ -159,7 +159,7 @@ class Worker:
     def _num_workers(self) -> int:
         """Number of workers on this machine."""
         parallel = self.config.parallel_config
-        return parallel.world_size * parallel.num_local_engines
+        return parallel.world_size * len(parallel.machine_engines)
 
     @property
     def _topology(self) -> Topology:
@@ -203,7 +203,7 @@ class Worker:
                 "the flag out"
             )
         self.loaded = [loaded]
-        """The target, and the drafter if it is a model."""
+        """The target, the drafter if it is a model, and what that has of the target besides."""
         make: Callable[..., ModelRunner] = ModelRunner
         if self._pool is not None:
             make = partial(PooledRunner, self._pool)
@@ -231,6 +231,8 @@ class Worker:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
         if self._draft_model is not None:
             self.loaded.append(self._draft_model.loaded)
+            if self._draft_model.ends is not None:
+                self.loaded.append(self._draft_model.ends)
         stamp("weights")
 
     def _make_adapters(self, model: nn.Module, placement: Placement) -> AdapterTable:
@@ -285,7 +287,7 @@ class Worker:
             mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         if self._pool is not None:
             mapped_bytes += self._pool.num_bytes
-        free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
+        free = max(0, host.available_cpu_memory() - mapped_bytes) // len(self.config.parallel_config.machine_engines)
         return self._share_of(host.cpu_kv_cache_bytes(free, useful))
 
     @property
@@ -436,7 +438,8 @@ class Worker:
 
     def load_weights(self, path: str | None = None) -> None:
         """Replaces the weights in place by those of `path`; None: reads them again. Raises ModelLoadError."""
-        self.loaded[0].weights.replace(None if path is None else Path(path))
+        for model in (self.loaded[0], *self.loaded[2:]):
+            model.weights.replace(None if path is None else Path(path))
         if self._transfers is not None and path is not None:
             self._transfers.set_weights(path)
 
@@ -479,7 +482,7 @@ class Worker:
 
     def reload_weights(self) -> None:
         """Reads the weights again from their checkpoint."""
-        self.loaded[0].weights.replace()
+        self.load_weights()
 
     def shutdown(self) -> None:
         """Releases model and cache."""

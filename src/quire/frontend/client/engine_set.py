@@ -177,7 +177,7 @@ class EngineSet:
             member.link.add_request(request)
             self._settle(member)
             return
-        if self.engine_of(request.request_id) is not None:
+        if self.router.has_request(request.request_id) and self.engine_of(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
         member = self._members[self.router.place(request, self._candidates())]
         member.link.add_request(request)
@@ -405,8 +405,9 @@ class EngineSet:
         members = [
             m for m in self._members.values() if m is not apart_from and (like is None or self._is_like(m, like))
         ]
+        if fit := [m.index for m in members if m.link.is_open and not m.is_draining]:
+            return fit
         ranks: list[Callable[[_Member], bool]] = [
-            lambda m: m.link.is_open and not m.is_draining,
             lambda m: m.link.state is LinkState.UP and not m.is_draining,
             lambda m: not _is_gone(m) and not m.is_draining and not m.is_away,
             lambda m: not _is_gone(m),

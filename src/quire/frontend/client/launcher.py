@@ -262,7 +262,7 @@ class EngineLauncher:
         """Makes later cores of an engine serve what this one does: live requests were promised its context, and with
         several engines on the machine the free memory no longer shows how many blocks there may be."""
         config = self._config
-        is_alone = config.parallel_config.num_local_engines == 1
+        is_alone = len(config.parallel_config.machine_engines) == 1
         pinned = pin_config(config, max_model_len, None if is_alone else ready.num_gpu_blocks)
         if pinned != config:
             self._pinned = pinned

@@ -195,6 +195,26 @@ class Sharding:
         table.cut(torch.arange(logits.start, logits.end, device="cpu"), vectors, logits)
 
 
+class Ends(Sharding):
+    """Embedding and logits head, whole and without layers. A head that drafts shares them with its target, of which
+    this worker has a part only."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @property
+    def name(self) -> str:
+        return "ends"
+
+    def cut(self, model: nn.Module) -> None:
+        super().cut(model)
+        decoder = model.model
+        assert isinstance(decoder, Decoder), "others cannot be cut"
+        for i, layer in enumerate(decoder.layers):
+            decoder.layers[i] = Elsewhere(layer)
+        decoder.own_layers = range(0)
+
+
 def cut_to_stage(model: DecoderForCausalLM | PooledDecoder, stage: Stage) -> None:
     """Leaves `model` the modules of one stage. Raises ConfigError if its layers cannot be divided so."""
     decoder = model.model
