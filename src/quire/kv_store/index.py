@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
 from quire.logger import init_logger
@@ -165,7 +163,12 @@ class StoreIndex:
 
     def _add_table(self, number: int, table: Table) -> None:
         """Adds the records of a sealed extent that are not known yet, all at once."""
-        columns, known = table.columns, self._known[number]
+        import numpy as np  # commands that read no table need not load it
+
+        of_entry = "start", "rest", "group", "head_bytes", "offset", "payload"
+        types = "<u8", "V24", "<u4", "<u4", "<u8", "<u8"  # `start`: the first 8 bytes of the digest
+        columns = np.frombuffer(table.data, np.dtype(list(zip(of_entry, types, strict=True))))
+        known = self._known[number]
         keys = (columns["start"] ^ columns["group"].astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(_MASK)
         order = np.argsort(keys)
         known.offsets = array("I", columns["offset"][order].astype(np.uint32).tobytes())

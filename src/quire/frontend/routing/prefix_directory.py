@@ -137,10 +137,7 @@ def _count_equal(blocks: list[BlockHash], hashes: Sequence[BlockHash], start: in
     length = min(len(blocks), len(hashes) - start)
     if blocks[length - 1] == hashes[start + length - 1]:
         return length
-    low, high = (
-        1,
-        length - 1,
-    )  # of so many blocks it is known that they are equal; of more than so many that they are not
+    low, high = 1, length - 1  # so many are equal; no more than so many are
     while low < high:
         middle = (low + high + 1) // 2
         if blocks[middle - 1] == hashes[start + middle - 1]:
