@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.models import find_checkpoint
 from quire import LLM, SamplingParams
-from quire.kv_store.access import RecordReader, StoreWriter
+from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import follow, open_extent, read_into
 from quire.kv_store.record import TAG_BYTES, RecordHeader, RecordMac, make_header
@@ -108,22 +108,23 @@ def measure_reading(directory: Path) -> None:
 
     local = threading.local()
 
-    def buffer() -> bytearray:
+    def buffer() -> RecordBuffer:
         if not hasattr(local, "buffer"):
-            local.buffer = bytearray(2 * size)
+            local.buffer = RecordBuffer()
         return local.buffer
 
     def read_alone(block: int) -> None:
-        record = memoryview(buffer())[: len(headers[block]) + TAG_BYTES + size]
+        record = buffer().take(len(headers[block]) + TAG_BYTES + size)
         read_into(files[places[block][0]], [record], places[block][1])
 
     def tag_alone(block: int) -> None:
-        mac.tag(headers[block], [memoryview(buffer())[:size]])
+        mac.tag(headers[block], [buffer().take(size)])
 
     reader, blocks = RecordReader(store, mac), BlockBytes([list(memory)])
 
     def read_record(block: int) -> None:
-        blocks.copy_in(0, block, reader.read(*places[block], header_of(block), buffer()))
+        start = reader.read(*places[block], header_of(block), buffer())
+        buffer().copy_to(start, blocks.pieces(0, block))
 
     print("| | file alone | tags alone | records | of the lower |\n|---|--:|--:|--:|--:|")
     for name, prepare in (("in the page cache", lambda path: None), ("dropped from it", drop_pages)):

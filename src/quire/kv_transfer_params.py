@@ -39,6 +39,8 @@ class TransferParams(Struct, omit_defaults=True):
     """Not used: blocks are asked for by their hashes."""
     remote_incarnation: str | None = None
     """Name of the start of the server that holds them."""
+    remote_ranks: list[tuple[str, int | None, str]] = []
+    """Host, port and incarnation of the servers of further workers, each of which holds its part of the blocks."""
     seed: int | None = None
     """Seed of the request at the first engine."""
 
@@ -68,6 +70,11 @@ def parse_transfer_params(value: Any) -> TransferParams:
         raise ValidationError(f"{FIELD}: {str(e)[:MAX_NAME_CHARS]}", param=FIELD) from None
     if size > MAX_PARAMS_BYTES:
         raise ValidationError(f"{FIELD} has {size} bytes; at most {MAX_PARAMS_BYTES} are allowed", param=FIELD)
+    longest = max((len(text) for host, _, name in params.remote_ranks for text in (host, name)), default=0)
+    if longest > MAX_NAME_CHARS:
+        raise ValidationError(
+            f"{FIELD}.remote_ranks has a name of {longest} characters; at most {MAX_NAME_CHARS}", param=FIELD
+        )
     for name in ("remote_engine_id", "remote_request_id", "remote_host", "remote_incarnation", "remote_port"):
         text = getattr(params, name)
         if isinstance(text, str) and len(text) > MAX_NAME_CHARS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.engine.kv_cache.loader import BlockLoader
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
 from quire.testing.metrics_audit import MetricsAudit
 from quire.testing.tiny_models import make_tiny_checkpoint
+from tests.adapters import tensors, write_adapter
 from tests.unit.engine.kv_cache.disk_connector import DiskConnector
 
 PROMPT = {"prompt_token_ids": [3 + i * i % 200 for i in range(200)]}
@@ -46,9 +48,9 @@ def audited(llm: LLM) -> MetricsSnapshot:
     return metrics.snapshot()
 
 
-def answer(llm: LLM) -> tuple[list[list[tuple[int, float]]], int]:
+def answer(llm: LLM, adapter: LoRARequest | None = None) -> tuple[list[list[tuple[int, float]]], int]:
     """Returns the log-probabilities of an answer, and how much of its prompt was cached."""
-    (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    (output,) = llm.generate([PROMPT], GREEDY, lora_request=adapter, use_tqdm=False)
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     rows = [[(token, value.logprob) for token, value in position.items()] for position in logprobs]
@@ -69,6 +71,70 @@ def test_an_engine_that_reads_has_the_bits_of_one_that_computes(kind: str, tmp_p
         found, num_cached = answer(llm)
         assert num_cached == 0, "other weights"
         assert found != expected
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shared layers": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
+SEVERAL = [
+    *[(kind, layout) for kind in ("llama", "gemma2", "deepseek_v2") for layout in ("shared layers", "stages")],
+    ("qwen3", "both"),
+    ("gemma3_text", "both"),
+    ("qwen3_moe", "experts"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), SEVERAL)
+def test_several_workers_read_what_they_wrote(kind: str, layout: str, tmp_path: Path) -> None:
+    """Several workers compute what one computes, have it in their cache, and read it, in the next engine too."""
+    model, directory = make_tiny_checkpoint(tmp_path / kind, kind), tmp_path / "store"
+    with engine(model, None) as llm:
+        expected, _ = answer(llm)
+    with engine(model, directory, **LAYOUTS[layout]) as llm:
+        assert answer(llm) == (expected, 0)
+        assert answer(llm) == (expected, NUM_STORED * 16)  # from the cache
+        llm.reset_prefix_cache()  # waits for the saves
+        client: Any = llm.llm_engine.engine_core
+        connector = client.engine_core.scheduler.exchange.connector
+        connector._index.scan()
+        assert connector.count_stored()[0] >= NUM_STORED
+        assert answer(llm) == (expected, NUM_STORED * 16)  # from the directory
+    with engine(model, directory, **LAYOUTS[layout]) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
+    with engine(model, directory) as llm:
+        assert answer(llm) == (expected, 0), "one worker has blocks of another form"
+    (damaged, *_) = sorted(directory.glob("*.kvx"))  # the part of one worker
+    with damaged.open("r+b") as file:
+        file.seek(damaged.stat().st_size // 2)
+        file.write(os.urandom(32))
+    with engine(model, directory, **LAYOUTS[layout]) as llm:
+        assert answer(llm)[0] == expected
+
+
+def test_an_adapter_counts_by_its_content(tmp_path: Path) -> None:
+    """Under another name and place its blocks are found; other files of the same name and place have none."""
+    model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"
+    path = write_adapter(tmp_path / "adapter", tensors(seed=1))
+    with engine(model, None, enable_lora=True) as llm:
+        base = answer(llm)[0]
+        expected = answer(llm, LoRARequest("one", 1, str(path)))[0]
+        assert expected != base
+    with engine(model, directory, enable_lora=True) as llm:
+        assert answer(llm, LoRARequest("one", 1, str(path))) == (expected, 0)
+    copy = shutil.copytree(path, tmp_path / "copy")
+    with engine(model, directory, enable_lora=True) as llm:
+        assert answer(llm, LoRARequest("another name", 7, str(copy))) == (expected, NUM_STORED * 16)
+        assert answer(llm) == (base, 0)
+    write_adapter(path, tensors(seed=2))
+    with engine(model, directory, enable_lora=True) as llm:
+        found, num_cached = answer(llm, LoRARequest("one", 1, str(path)))
+        assert num_cached == 0
+        assert found not in (expected, base)
+        assert answer(llm, LoRARequest("the first", 2, str(copy))) == (expected, NUM_STORED * 16)
 
 
 def test_torch_kernels_read_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

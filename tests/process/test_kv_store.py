@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from quire import EngineArgs, RequestOutputKind, SamplingParams
 from quire.kv_store.directory import StoreDirectory
@@ -18,8 +21,8 @@ NUM_READ = (PROMPT_LEN - 1) // 16 * 16
 LONG = 400
 
 
-def engine_args(directory: Path) -> EngineArgs:
-    return EngineArgs("demo", kv_store=str(directory), kv_store_size=1 << 30, kv_cache_memory_bytes=32 << 20)
+def engine_args(directory: Path, **flags: Any) -> EngineArgs:
+    return EngineArgs("demo", kv_store=str(directory), kv_store_size=1 << 30, kv_cache_memory_bytes=32 << 20, **flags)
 
 
 async def answer(
@@ -38,15 +41,16 @@ async def answer(
 
 
 async def until_stored(directory: Path, num_blocks: int) -> None:
-    """Waits until there are so many records."""
+    """Waits until there are records of so many blocks; those of several workers' parts count each."""
     store = StoreDirectory.open(directory, 1 << 30)
     while True:
-        total = 0
+        found = set()
         for extent in store.list_extents():
             descriptor = open_extent(store.descriptor, extent.name)
-            total += sum(1 for _ in follow(descriptor, 0, bytes.fromhex(extent.namespace)))
+            entries = follow(descriptor, 0, bytes.fromhex(extent.namespace))
+            found |= {(extent.namespace, entry.digest) for entry in entries}
             os.close(descriptor)
-        if total >= num_blocks:
+        if len(found) >= num_blocks:
             break
         await asyncio.sleep(0.005)
     store.close()
@@ -78,5 +82,35 @@ def test_a_killed_core_and_another_engine_read_what_was_computed(tmp_path: Path)
         async with running(engine_args(directory)) as engine:
             assert await answer(engine, "another engine", LONG) == (interrupted, NUM_READ)
             assert count_external_hits(engine) == NUM_READ
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("place", ["kv.read", "kv.write"])
+def test_a_worker_that_dies_in_a_transfer_costs_nothing(
+    size: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two is killed in the middle of a load or a save: the answer has the tokens of one without a store."""
+    directory, deaths = tmp_path / "store", tmp_path / "deaths"
+
+    async def run() -> None:
+        async with running(EngineArgs("demo", kv_cache_memory_bytes=32 << 20)) as engine:
+            expected, _ = await answer(engine, "one worker", 40)
+        if place == "kv.read":
+            async with running(engine_args(directory, **{size: 2})) as engine:
+                assert await answer(engine, "computed", 40) == (expected, 0)
+                await until_stored(directory, 2 * (PROMPT_LEN // 16))
+        monkeypatch.setenv("QUIRE_FAILPOINTS", f"{place}=kill,skip=7,times=1,tally={deaths}")
+        async with running(engine_args(directory, **{size: 2})) as engine:
+            assert (await answer(engine, "killed", 40))[0] == expected
+            while not deaths.exists():  # a save may come later than its answer
+                await asyncio.sleep(0.005)
+            assert (await answer(engine, "again", 40))[0] == expected
+            assert engine.counts["worker_deaths.killed"] >= 1
+            await until_stored(directory, 2 * (PROMPT_LEN // 16))
+        async with running(engine_args(directory, **{size: 2})) as engine:
+            assert await answer(engine, "the next engine", 40) == (expected, NUM_READ)
 
     asyncio.run(run())

@@ -22,11 +22,11 @@ NUM_BLOCKS = (PROMPT_LEN - 1) // BLOCK_SIZE
 NUM_ROUNDS = 60
 
 
-def engine_args(directory: Path, role: str) -> EngineArgs:
+def engine_args(directory: Path, role: str, **flags: Any) -> EngineArgs:
     transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": {"path": str(directory)}}
     return EngineArgs(
         "demo", kv_transfer_config=transfer, kv_cache_memory_bytes=32 << 20, core_restart_limit=10_000,
-        core_restart_window_s=1.0,
+        core_restart_window_s=1.0, **flags,
     )  # fmt: skip
 
 
@@ -145,5 +145,30 @@ def test_engines_that_prefill_die_at_any_block(monkeypatch: pytest.MonkeyPatch, 
                 numbers = [await check_one(p, d, seed) for seed in range(NUM_ROUNDS)]
                 assert max(numbers) == NUM_BLOCKS
                 assert len(set(numbers)) > 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_workers_take_their_parts_until_one_is_killed(
+    size: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both engines have two workers. The tokens are those of one worker alone."""
+    armed, tally = tmp_path / "armed", tmp_path / "killed"
+
+    async def run() -> None:
+        async with running(EngineArgs("demo", kv_cache_memory_bytes=32 << 20)) as engine:
+            alone = [(await answer(engine, f"one worker {seed}", seed, 8))[0] for seed in range(4)]
+        async with running(engine_args(tmp_path / "key", "kv_consumer", **{size: 2})) as d:
+            kill = f"kv.peer.send=kill,after={armed},skip=5,times=1,tally={tally}"
+            monkeypatch.setenv("QUIRE_FAILPOINTS", kill)
+            async with running(engine_args(tmp_path / "key", "kv_producer", **{size: 2})) as p:
+                taken = [await answer_apart(p, d, seed) for seed in range(3)]
+                assert [tokens for tokens, _ in taken] == alone[:3]
+                assert max(num_cached for _, num_cached in taken) == NUM_BLOCKS * BLOCK_SIZE
+                armed.touch()
+                tokens, _ = await answer_apart(p, d, 3)
+                assert tokens == alone[3]
 
     asyncio.run(run())

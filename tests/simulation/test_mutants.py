@@ -63,9 +63,10 @@ LUCKY_SEEDS: dict[str, dict[str, int]] = {
         "rejected_drafts_are_not_the_requests": 43, "runs_count_as_one_draft": 35, "session_without_room_is_sent": 2,
     },
     "tiered": {
-        "accepted_for_other_tokens": 25, "counted_before_it_has_ended": 16, "end_unnoticed": 19,
-        "fails_instead_of_waiting": 19, "freed_while_written": 3, "load_survives_its_request": 3,
-        "loaded_beside_a_step": 36, "postponed_block_is_not_looked_at": 73, "store_of_the_old_weights": 9,
+        "accepted_for_other_tokens": 25, "accepted_from_the_first_worker": 115, "accepted_past_a_failure": 16,
+        "counted_before_it_has_ended": 16, "end_unnoticed": 19, "fails_instead_of_waiting": 19,
+        "freed_while_written": 3, "load_survives_its_request": 3, "loaded_beside_a_step": 36,
+        "postponed_block_is_not_looked_at": 65, "saved_before_it_is_computed": 19, "store_of_the_old_weights": 9,
     },
 }  # fmt: skip
 """Seeds that have caught mutants in few operations: with all checks, by the answers alone, by the metrics, with a

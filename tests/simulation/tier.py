@@ -134,7 +134,7 @@ class Tier:
     def kill(self) -> None:
         """The engine dies without a word."""
         if self.is_used:
-            self.worker.active.clear()
+            self.worker.kill()
 
     def settle(self) -> None:
         """The end of all transfers."""

@@ -200,14 +200,15 @@ class World:
         """The same, with a store outside the engine."""
         transfer = KVTransferConfig(
             kv_connector="FakeTier",
-            kv_connector_extra_config={"tier": "simulation"},
             min_load_tokens=rng.choice([1, 1, 4]),
             load_bias=1000.0,
             max_pinned_share=rng.choice([0.05, 0.2, 1.0]),
         )
         cache = replace(self.config.cache_config, enable_prefix_caching=True)
+        tier_seed, num_workers = rng.getrandbits(32), rng.choice([1, 1, 2, 3])
+        transfer = replace(transfer, kv_connector_extra_config={"tier": "simulation", "workers": num_workers})
         config = replace(self.config, kv_transfer_config=transfer, cache_config=cache)
-        return replace(self, config=config, tier_seed=rng.getrandbits(32))
+        return replace(self, config=config, tier_seed=tier_seed)
 
     def with_adapters(self, rng: random.Random) -> World:
         """The same, with adapters that compete, fail and are loaded again."""

@@ -51,6 +51,8 @@ def test_ports(port: Any, number: int | None) -> None:
         ({"a": [[[[[[[[]]]]]]]]}, "nested 5 deep or more"),
         ({"a": "x" * MAX_PARAMS_BYTES}, f"bytes; at most {MAX_PARAMS_BYTES} are allowed"),
         ({"remote_host": "h" * 600}, "remote_host has 600 characters; at most 512"),
+        ({"remote_ranks": [["h", 1]]}, "remote_ranks"),
+        ({"remote_ranks": [["h" * 600, 1, "i"]]}, "remote_ranks has a name of 600 characters; at most 512"),
         ({"seed": 1 << 70}, "kv_transfer_params: "),
         ({"remote_num_tokens": -1 << 70}, "kv_transfer_params: "),
     ],

@@ -105,7 +105,7 @@ from quire.wire.stats import (
 )
 from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
-from quire.wire.worker_calls import LateAnswer, WorkerCall, WorkerReply
+from quire.wire.worker_calls import LateAnswer, TransferReport, WorkerCall, WorkerReply
 
 CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40, 5.0)
 CORE_END = CoreEnd(2, "crash", "was killed by SIGSEGV", ["0_request"], True, True)
@@ -246,6 +246,7 @@ TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "leas
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
 SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
 
+TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1)
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,
@@ -320,7 +321,7 @@ FULL: dict[str, Any] = {
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,
-    "KVConnectorOutput": KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}),
+    "KVConnectorOutput": TRANSFERRED,
     "Hello": Hello(1, b"f" * 32, "D", b"n" * 32),
     "Proof": Proof(b"t" * 32),
     "Have": Have(3, [(0, b"d" * 32), (1, b"e" * 32)]),
@@ -379,6 +380,7 @@ FULL: dict[str, Any] = {
     "Topology": Topology(2, 3, 4, 5, expert_parallel=True),
     "Group": Group(GroupKind.TENSOR, (4, 5), 1),
     "LateAnswer": LateAnswer(1, [b"reply", b"result"]),
+    "TransferReport": TransferReport(1, TRANSFERRED),
     "WorkerCall": WorkerCall(7, "execute_model"),
     "WorkerReply": WorkerReply(7, "ModelLoadError", "it does not fit", is_fatal=True, is_echo=True),
     "CurveKeys": CURVE_KEYS,

@@ -121,7 +121,7 @@ class EngineCore:
         exchange: NoExchange = NO_EXCHANGE
         if config.kv_transfer_config.connector is not None:
             link = TransferLink(self.executor, wake)
-            exchange = self.scheduler.connect(partial(KVExchange.from_config, config, sizes.config, link))
+            exchange = self.scheduler.connect(partial(KVExchange.from_config, config, sizes, link))
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
         self.ready_response = EngineCoreReadyResponse(

@@ -54,13 +54,18 @@ class RequestReport:
     """Counts of a request's admissions and preemptions; its adapter; events, stop reason and error for its client."""
 
     __slots__ = (
-        *("adapter", "error", "events", "external_by_source", "lora_start", "num_cached_tokens", "num_external_tokens"),
-        *("load_span", "num_lost_tokens", "num_preemptions", "stop_reason", "transfer_params"),
+        *("adapter", "adapter_digest", "error", "events", "external_by_source", "load_span", "lora_start"),
+        *("num_cached_tokens", "num_external_tokens", "num_lost_tokens", "num_preemptions", "stop_reason"),
+        *("stored_hashes", "transfer_params"),
     )
 
     def __init__(self) -> None:
         self.adapter: AdapterInfo | None = None
         """The loaded revision that it uses; None before its first admission."""
+        self.adapter_digest = ""
+        """Digest of the adapter's files; empty: it was not loaded yet, or there is none."""
+        self.stored_hashes: list[bytes] = []
+        """`engine/kv_cache/hashing.py: stored_hashes`, as far as they are known, of a request with an adapter."""
         self.lora_start = 0
         """Position of the first token that the adapter applies to; negative: not known yet."""
         self.num_cached_tokens = -1
@@ -204,6 +209,7 @@ class Request:
     def bind_adapter(self, adapter: AdapterKey | None, lora_start: int = 0) -> None:
         """Uses this revision of its adapter, on the tokens from position `lora_start` on. Nothing is computed yet."""
         self.adapter, self.report.lora_start = adapter, lora_start
+        self.report.adapter_digest, self.report.stored_hashes = "", []
         self.block_hashes = []
         if self._block_hasher is not None:
             self.block_hashes = self._block_hasher(self)

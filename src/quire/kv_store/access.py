@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from quire.kv_store.directory import StoreDirectory, StoreFullError
-from quire.kv_store.extent import ExtentWriter, open_extent, read_into
+from quire.kv_store.extent import ExtentWriter, fill, open_extent, read_into
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordHeader, RecordMac
 from quire.logger import init_logger
 
@@ -18,6 +19,46 @@ logger = init_logger(__name__)
 
 GONE = "gone"
 """Reason for a record whose extent was deleted: a miss, no damage."""
+
+
+class RecordBuffer:
+    """The memory of one thread through which records pass on their way into blocks.
+
+    A tag over one piece of memory is computed without the interpreter's lock; over the many pieces of a block (keys and
+    values of each layer) it is not, and several threads are no faster than one. So a record is read into one piece.
+    That is a file in memory (memfd), from which the system fills all pieces of a block in one call, without the lock.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._memory: mmap.mmap | None = None
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Returns its first bytes. What was taken before must not be used any more."""
+        if self._memory is None or len(self._memory) < num_bytes:
+            self.close()
+            size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if hasattr(os, "memfd_create"):
+                self._file = os.memfd_create("kv-record", os.MFD_CLOEXEC)
+                os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+        return memoryview(self._memory)[:num_bytes]
+
+    def copy_to(self, start: int, pieces: Sequence[memoryview]) -> None:
+        """Fills `pieces`, one after the other, from its byte `start` on."""
+        assert self._memory is not None, "a record was read"
+        if self._file >= 0:
+            fill(self._file, pieces, start)
+            return
+        for piece in pieces:
+            piece[:] = self._memory[start : start + len(piece)]
+            start += len(piece)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._memory = -1, None
 
 
 class RecordReader:
@@ -30,13 +71,11 @@ class RecordReader:
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def read(self, extent: str, offset: int, header: RecordHeader, buffer: bytearray) -> memoryview:
-        """Returns the payload of the record at `offset`, which must be the one of `header`; it is in `buffer`, which is
-        made larger if need be. Raises InvalidRecordError."""
+    def read(self, extent: str, offset: int, header: RecordHeader, buffer: RecordBuffer) -> int:
+        """Reads the record at `offset`, which must be the one of `header`, into `buffer`. Returns where its payload
+        begins there. Raises InvalidRecordError."""
         expected = header.encode()
-        if len(buffer) < header.record_bytes:
-            buffer.extend(bytes(header.record_bytes - len(buffer)))
-        record = memoryview(buffer)[: header.record_bytes]
+        record = buffer.take(header.record_bytes)
         try:
             num_bytes = read_into(self._open(extent), [record], offset)
         except FileNotFoundError:
@@ -47,10 +86,9 @@ class RecordReader:
         self._count()
         if num_bytes != header.record_bytes:
             raise InvalidRecordError("truncated", f"{extent} ends within the record at {offset}")
-        head, rest = record[: len(expected)], record[len(expected) :]
-        tag, payload = rest[:TAG_BYTES], rest[TAG_BYTES:]
-        self._mac.check(expected, head, tag, [payload])
-        return payload
+        start = len(expected) + TAG_BYTES
+        self._mac.check(expected, record[: len(expected)], record[len(expected) : start], [record[start:]])
+        return start
 
     def _count(self) -> None:
         with self._lock:

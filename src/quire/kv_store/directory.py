@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ logger = init_logger(__name__)
 KEY_BYTES = 32
 KEY_NAME = "key"
 LOCK_NAME = "lock"
+LOCK_WAIT_S, LOCK_POLL_S = 0.5, 0.002
 MIN_FREE_BYTES = 1 << 30
 """Bytes of the file system that stay free."""
 MIN_STORE_BYTES = 256 << 20
@@ -163,20 +165,24 @@ class StoreDirectory:
 
     def create_extent(self, fingerprint: bytes) -> ExtentWriter:
         """Opens a new extent, for which older ones are deleted if need be. Raises StoreFullError if there is no room
-        for it, or another process is at it."""
-        with self.locked():
+        for it, or another process is at it for long: the workers of an engine open theirs at about the same time."""
+        with self.locked(LOCK_WAIT_S):
             self.make_room(self.extent_bytes)
             return ExtentWriter(self.descriptor, fingerprint, self.key, self.extent_bytes)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the right to open and delete extents. Raises StoreFullError if another process has it."""
+    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Holds the right to open and delete extents. Raises StoreFullError if another process has it, and does not
+        give it back in time."""
         descriptor = os.open(
             LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self.descriptor
         )
         try:
-            if not try_lock(descriptor):
-                raise StoreFullError(errno.EAGAIN, "another process makes room")
+            deadline = time.monotonic() + wait_s
+            while not try_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    raise StoreFullError(errno.EAGAIN, "another process makes room")
+                time.sleep(LOCK_POLL_S)
             yield
         finally:
             os.close(descriptor)

@@ -108,16 +108,21 @@ def read_into(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int
     """Fills `pieces`, one after the other, from `offset` on. Returns the number of bytes: fewer than wanted only at the
     end of the file. Raises OSError."""
     failpoint("kv.read")
+    return fill(descriptor, pieces, offset)
+
+
+def fill(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Does what `read_into` does, without a failpoint."""
     return _transfer(os.preadv, descriptor, pieces, offset)
 
 
 def _transfer(move: Callable[..., int], descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
-    left, done, first = list(pieces), 0, 0
+    left, done, first, wanted = list(pieces), 0, 0, sum(map(len, pieces))
     while first < len(left):
         num_bytes = move(descriptor, left[first : first + _IOV_MAX], offset + done)
-        if num_bytes == 0:
-            break
         done += num_bytes
+        if num_bytes == 0 or done == wanted:  # nearly always after the first call
+            break
         while first < len(left) and num_bytes >= len(left[first]):
             num_bytes -= len(left[first])
             first += 1

@@ -1,7 +1,8 @@
 """The fingerprint: a digest of all that decides a block's bytes besides its tokens.
 
 Two processes share records exactly if their fingerprints are equal. Weights count by content: changed weights of one
-name are another namespace. A file is hashed once and remembered by its inode, size and times.
+name are another namespace. A file is hashed once and remembered by its inode, size and times; of several processes that
+need its digest one hashes it, and the others wait.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.kv_store.extent import try_lock
+
 MEMO_NAME = "digests.json"
+LOCK_NAME = "digests.lock"
+WAIT_S = 0.02
+"""Interval at which a process looks whether another has hashed a file."""
 MAX_MEMO_BYTES = 4 << 20
 MAX_MEMO_FILES = 4096
 _CHUNK_BYTES = 8 << 20
@@ -52,9 +59,7 @@ class FileDigests:
 
         Raises OSError, ChangedFileError and HashingStoppedError.
         """
-        digests = {path.name: self._digest(path, loaded_ns, is_stopped) for path in paths}
-        self._save()
-        return digests
+        return {path.name: self._digest(path, loaded_ns, is_stopped) for path in paths}
 
     def _digest(self, path: Path, loaded_ns: int, is_stopped: Callable[[], bool]) -> str:
         target = path.resolve(strict=True)
@@ -69,15 +74,39 @@ class FileDigests:
             identity = _identity(status)
             if identity in self._memo:
                 return self._memo[identity]
-            digest = hashlib.sha256()
-            while chunk := file.read(_CHUNK_BYTES):
+            with self._alone(is_stopped):
+                self._memo = {**self._memo, **self._load()}
+                if identity in self._memo:
+                    return self._memo[identity]
+                digest = hashlib.sha256()
+                while chunk := file.read(_CHUNK_BYTES):
+                    if is_stopped():
+                        raise HashingStoppedError
+                    digest.update(chunk)
+                if _identity(os.fstat(file.fileno())) != identity:
+                    raise ChangedFileError(f"{path} was changed while it was hashed")
+                self._memo[identity] = digest.hexdigest()
+                self._save()
+        return self._memo[identity]
+
+    @contextlib.contextmanager
+    def _alone(self, is_stopped: Callable[[], bool]) -> Iterator[None]:
+        """Waits until no other process hashes a file of this directory, and keeps others waiting. Where no file can be
+        locked, all hash."""
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self._path.with_name(LOCK_NAME), flags, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            while not try_lock(descriptor):
                 if is_stopped():
                     raise HashingStoppedError
-                digest.update(chunk)
-            if _identity(os.fstat(file.fileno())) != identity:
-                raise ChangedFileError(f"{path} was changed while it was hashed")
-        self._memo[identity] = digest.hexdigest()
-        return self._memo[identity]
+                time.sleep(WAIT_S)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _load(self) -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError):

@@ -1,6 +1,7 @@
 """The records of one namespace in a directory, in memory: a look-up reads no file.
 
-The directory is scanned each second. An entry that leads nowhere, because its extent was deleted since, is a miss.
+The directory is scanned each second. An entry that leads nowhere, because its extent was deleted since, is a miss. Each
+worker of an engine has a namespace of its own, for its part of each block: a block is there if all parts are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -195,10 +197,59 @@ def _key_of(digest: bytes, group: int) -> int:
     return (int.from_bytes(digest[:8], "little") ^ group * _SPREAD) & _MASK
 
 
+class PartsIndex:
+    """The blocks of one engine: those of which each of its workers has a record. Methods as of `StoreIndex`."""
+
+    def __init__(self, directory: StoreDirectory, fingerprints: Sequence[bytes]) -> None:
+        """`fingerprints`: of the workers, by rank."""
+        self.directory = directory
+        self.parts = [StoreIndex(directory, fingerprint) for fingerprint in fingerprints]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of records of the worker that has least."""
+        return min(part.num_blocks for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all extents of the directory at the last scan."""
+        return self.parts[0].num_bytes
+
+    def find(self, digest: bytes, group: int) -> list[Place] | None:
+        """Returns where the records of a block are, by rank, or None if one is missing."""
+        places = [part.find(digest, group) for part in self.parts]
+        found = [place for place in places if place is not None]
+        return found if len(found) == len(places) else None
+
+    def contains(self, digest: bytes, group: int) -> bool:
+        """Returns whether there are all records of a block."""
+        return all(part.contains(digest, group) for part in self.parts)
+
+    def forget(self, digest: bytes, group: int) -> None:
+        """Drops the entries of a block: which of its records could not be used is not known."""
+        for part in self.parts:
+            part.forget(digest, group)
+
+    def forget_all(self) -> None:
+        """Drops all entries."""
+        for part in self.parts:
+            part.forget_all()
+
+    def note_use(self, digest: bytes, group: int) -> None:
+        """Records that a block was used."""
+        for part in self.parts:
+            part.note_use(digest, group)
+
+    def scan(self) -> None:
+        """Reads what was written since the last scan. Raises OSError."""
+        for part in self.parts:
+            part.scan()
+
+
 class StoreScanner:
     """Scans a directory each second in a thread of its own."""
 
-    def __init__(self, index: StoreIndex, interval_s: float = SCAN_INTERVAL_S) -> None:
+    def __init__(self, index: StoreIndex | PartsIndex, interval_s: float = SCAN_INTERVAL_S) -> None:
         self._index, self._interval_s = index, interval_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-store-scan", daemon=True)

@@ -99,19 +99,21 @@ class KVMemory:
         written, self._written = self._written, set()
         return written
 
-    def read_block(self, block_id: int) -> bytes:
-        """Returns all slots of a block."""
-        return bytes(self._slots[block_id * self._bytes_per_block : (block_id + 1) * self._bytes_per_block])
+    def read_block(self, block_id: int, rank: int = 0, num_ranks: int = 1) -> bytes:
+        """Returns all slots of a block: of several workers one's part, which is each so-many-th byte."""
+        end = (block_id + 1) * self._bytes_per_block
+        return bytes(self._slots[block_id * self._bytes_per_block + rank : end : num_ranks])
 
-    def load_block(self, block_id: int, slots: bytes) -> None:
-        """Writes all slots of a block that no live table holds, as a transfer does. Raises ProtocolError for another
-        one, and for one that a step in flight writes."""
+    def load_block(self, block_id: int, slots: bytes, rank: int = 0, num_ranks: int = 1) -> None:
+        """Writes all slots of a block that no live table holds, or a worker's part of them, as a transfer does. Raises
+        ProtocolError for another one, and for one that a step in flight writes."""
         if block_id == NULL_BLOCK_ID or (self._num_holders[block_id] and not self.has_lost_step):
             raise ProtocolError(f"block {block_id} is loaded while {self._num_holders[block_id]} live tables hold it")
         if any(block_id in written for written in self.in_flight):
             raise ProtocolError(f"block {block_id} is loaded while a step in flight may write it")
-        at = block_id * self._bytes_per_block
-        self._slots[at : at + len(slots)] = slots
+        at = block_id * self._bytes_per_block + rank
+        slots = slots[: len(range(rank, self._bytes_per_block, num_ranks))]
+        self._slots[at : at + len(slots) * num_ranks - num_ranks + 1 : num_ranks] = slots
 
     def _check_writable(self, block_id: int, table: BlockTable) -> None:
         if block_id == NULL_BLOCK_ID:

@@ -7,6 +7,9 @@
 Engines of one tier share what they save; a tier outlives them. Transfers move a block per `FakeTierWorker.advance`,
 with bytes first and the comparison after, as a real one does, so that a block that is used too early, or given away too
 early, has wrong slots: the tokens show it.
+
+`kv_connector_extra_config={"tier": "name", "workers": 2}`: the bytes of each slot belong to workers in turn, whose
+transfers move one by one, and whose reports are joined.
 """
 
 from __future__ import annotations
@@ -32,16 +35,17 @@ from quire.wire.kv_transfer import (
     LoadResult,
     SaveOrder,
     SaveResult,
+    TransferAggregator,
     TransferOutcome,
 )
-from quire.worker.kv_transfer.worker import KVConnectorWorker
+from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 
 SOURCE = "disk"
 Manner = Literal["good", "hung", "twice", "wedged"]
 """hung: ends by a cancel only. twice: is reported twice. wedged: writes nonsense, and does not end until freed."""
 GARBAGE = 0xEE
 
-CONNECTORS["FakeTier"] = ConnectorSpec(f"{__name__}:FakeTierScheduler", f"{__name__}:FakeTierWorker")
+CONNECTORS["FakeTier"] = ConnectorSpec(f"{__name__}:FakeTierScheduler", f"{__name__}:make_worker")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class StoredBlock:
     """A record: what it says of itself, and its bytes."""
 
     namespace: str
+    """Name of the weights, and of the worker."""
     group_id: int
     key: BlockKey
     slots: bytes
@@ -111,6 +116,9 @@ class FakeTierScheduler(KVConnectorScheduler):
         self.namespace = ""
         self._num_ended = 0
 
+    def may_transfer(self, request: Request) -> bool:
+        return request.lora_request is None or bool(request.report.adapter_digest)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         if self.tier.asks_again:
             return None
@@ -157,8 +165,11 @@ class FakeTierScheduler(KVConnectorScheduler):
 class _Transfer:
     """A load or a save under way, with the memory and the weights that it began with."""
 
-    def __init__(self, order: LoadOrder | SaveOrder, memory: KVMemory, namespace: str, manner: Manner) -> None:
-        self.order, self.memory, self.namespace, self.manner = order, memory, namespace, manner
+    def __init__(
+        self, order: LoadOrder | SaveOrder, memory: KVMemory, part: tuple[int, int], namespace: str, manner: Manner
+    ) -> None:
+        self.order, self.memory, self.part, self.manner = order, memory, part, manner
+        self.namespace = f"{namespace}#{part[0]}"
         self.id = order.load_id if isinstance(order, LoadOrder) else order.save_id
         self.block_ids = (
             [block_id for table in order.block_ids for block_id in table if block_id]
@@ -173,8 +184,16 @@ class _Transfer:
         self.leased: list[bytes] = []
         """Contents of leased blocks at the beginning, which may not change."""
         if isinstance(order, SaveOrder) and order.lease:
-            self.leased = [memory.read_block(block_id) for block_id in self.block_ids]
+            self.leased = [self.read(block_id) for block_id in self.block_ids]
             self.manner = "hung" if manner == "wedged" else manner  # a lease ends at once when it is cancelled
+
+    def read(self, block_id: int) -> bytes:
+        """Returns the worker's part of a block."""
+        return self.memory.read_block(block_id, *self.part)
+
+    def write(self, block_id: int, slots: bytes) -> None:
+        """Writes the worker's part of a block."""
+        self.memory.load_block(block_id, slots, *self.part)
 
 
 class FakeTierWorker(KVConnectorWorker):
@@ -183,10 +202,11 @@ class FakeTierWorker(KVConnectorWorker):
     is_prompt: ClassVar[bool] = False
     """True: orders are carried out at once."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__(config, rank)
         self.tier = _tier_of(config)
         self.namespace = ""
+        self._part = rank, num_ranks
         self.rng = random.Random(0)
         self.manners: list[Manner] = ["good"]
         """Manners of transfers, of which each gets one at random."""
@@ -214,7 +234,8 @@ class FakeTierWorker(KVConnectorWorker):
                 self.report(KVConnectorOutput([result[0]], [result[1]]))
         started: list[LoadOrder | SaveOrder] = [*orders.loads, *orders.saves]
         for order in started:
-            transfer = _Transfer(order, self._memory, self.namespace, self.rng.choice(self.manners))
+            manner = self.rng.choice(self.manners)
+            transfer = _Transfer(order, self._memory, self._part, self.namespace, manner)
             if transfer.id <= self._last_id:
                 raise ProtocolError(f"transfer {transfer.id} comes after {self._last_id}")
             self._lost_ids.update(range(self._last_id + 1, transfer.id))
@@ -275,7 +296,7 @@ class FakeTierWorker(KVConnectorWorker):
         for group_id, block_id in self._destinations(order, transfer.num_done):
             record = self.tier.records.get((transfer.namespace, group_id, key.digest))
             slots = bytes([GARBAGE]) * 4 if record is None else record.slots
-            transfer.memory.load_block(block_id, slots)
+            transfer.write(block_id, slots)
             fault = self.find_fault(record, (transfer.namespace, group_id), key)
             transfer.failure = transfer.failure or fault
             transfer.num_records += 1
@@ -284,7 +305,7 @@ class FakeTierWorker(KVConnectorWorker):
         if transfer.failure:
             for index in range(transfer.num_done, len(order.keys)):
                 for _, block_id in self._destinations(order, index):
-                    transfer.memory.load_block(block_id, bytes([GARBAGE]) * 4)
+                    transfer.write(block_id, bytes([GARBAGE]) * 4)
             self._end(transfer, "partial" if transfer.num_done else "failed")
             return
         transfer.num_done += 1
@@ -306,19 +327,19 @@ class FakeTierWorker(KVConnectorWorker):
         assert isinstance(transfer.order, LoadOrder)
         for index in range(transfer.num_done, len(transfer.order.keys)):
             for _, block_id in self._destinations(transfer.order, index):
-                transfer.memory.load_block(block_id, bytes([GARBAGE]) * 4)
+                transfer.write(block_id, bytes([GARBAGE]) * 4)
 
     def _save(self, transfer: _Transfer, order: SaveOrder) -> None:
         block = order.blocks[transfer.num_done]
         place = transfer.namespace, block.group_id, block.key.digest
-        slots = transfer.memory.read_block(block.block_id)
+        slots = transfer.read(block.block_id)
         self.tier.records[place] = StoredBlock(transfer.namespace, block.group_id, block.key, slots)
         transfer.num_done += 1
 
     def _check_lease(self, transfer: _Transfer) -> None:
         """Compares leased blocks with what they were, as another engine would that reads them now."""
         for block_id, slots in zip(transfer.block_ids, transfer.leased, strict=True):
-            if transfer.memory.read_block(block_id) != slots:
+            if transfer.read(block_id) != slots:
                 raise ProtocolError(f"block {block_id} has changed while it was leased")
 
     def _end(self, transfer: _Transfer, outcome: TransferOutcome) -> None:
@@ -339,5 +360,67 @@ class FakeTierWorker(KVConnectorWorker):
         for _ in range(2 if transfer.manner == "twice" else 1):
             self.report(report)
 
-    def close(self) -> None:
+    def kill(self) -> None:
+        """Ends all transfers without a report, as the death of the process does."""
         self.active.clear()
+
+    def close(self) -> None:
+        self.kill()
+
+
+class FakeTierWorkers(FakeTierWorker):
+    """The worker halves of several workers as one. Each transfer ends with the last of its parts."""
+
+    def __init__(self, config: EngineConfig, num_ranks: int) -> None:
+        super().__init__(config)
+        self.ranks = [FakeTierWorker(config, rank, num_ranks) for rank in range(num_ranks)]
+        aggregator = TransferAggregator(num_ranks)
+
+        def make_report(rank: int) -> Report:
+            def report(output: KVConnectorOutput) -> None:
+                if joined := aggregator.add(rank, output):
+                    self.report(joined)
+
+            return report
+
+        for rank, worker in enumerate(self.ranks):
+            worker.report = make_report(rank)
+
+    def register_kv_caches(self, memory: KVMemory) -> None:
+        super().register_kv_caches(memory)
+        for worker in self.ranks:
+            worker.register_kv_caches(memory)
+
+    def set_weights(self, path: str) -> None:
+        for worker in self.ranks:
+            worker.set_weights(path)
+
+    def start(self, orders: KVConnectorMetadata) -> None:
+        for worker in self.ranks:
+            worker.rng, worker.manners, worker.num_at_once = self.rng, self.manners, self.num_at_once
+            worker.start(orders)
+        self._note_active()
+
+    def advance(self, kinds: tuple[type, ...] = (LoadOrder, SaveOrder)) -> bool:
+        has_moved = any(worker.advance(kinds) for worker in self.rng.sample(self.ranks, len(self.ranks)))
+        self._note_active()
+        return has_moved
+
+    def _note_active(self) -> None:
+        parts = [transfer for worker in self.ranks for transfer in worker.active.values()]
+        self.active = dict(enumerate(parts))
+
+    def free(self) -> None:
+        for worker in self.ranks:
+            worker.free()
+
+    def kill(self) -> None:
+        for worker in self.ranks:
+            worker.kill()
+        self._note_active()
+
+
+def make_worker(config: EngineConfig, rank: int = 0) -> FakeTierWorker:
+    """Returns the worker half of a tier."""
+    num_ranks = config.kv_transfer_config.kv_connector_extra_config.get("workers", 1)
+    return FakeTierWorker(config, rank) if num_ranks == 1 else FakeTierWorkers(config, num_ranks)

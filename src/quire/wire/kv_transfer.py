@@ -19,7 +19,7 @@ The protocol, which a worker half must keep:
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -146,6 +146,12 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Blocks verified so far, of loads that go on. One that goes on for longer is reported at least every second."""
     info: dict[str, Any] | None = None
     """Another message of the worker half to the scheduler half: an identity, counters."""
+    rank: int = 0
+    """The worker that `info` is of. The rest is what all workers have done."""
+
+    def __bool__(self) -> bool:
+        """Returns whether there is anything to report."""
+        return bool(self.loads or self.saves or self.progress or self.info)
 
 
 class TransferAggregator:
@@ -156,42 +162,68 @@ class TransferAggregator:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._loads: dict[int, list[LoadResult]] = {}
-        self._saves: dict[int, list[SaveResult]] = {}
+        self._loads = _Parts[LoadResult]("num_verified", num_workers)
+        self._saves = _Parts[SaveResult]("num_saved", num_workers)
+        self._progress: dict[int, dict[int, int]] = {}
+        """Blocks that each worker has verified of a load that goes on: load and rank to their number."""
 
-    def add(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """Returns what has ended with this report of one worker; the rest is passed on as it is."""
-        size = self._num_workers
-        loads = [done for one in output.loads if (done := _add_part(self._loads, one.load_id, one, size))]
-        saves = [more for one in output.saves if (more := _add_part(self._saves, one.save_id, one, size))]
-        return KVConnectorOutput(
-            [_join(parts, "num_verified") for parts in loads],
-            [_join(parts, "num_saved") for parts in saves],
-            output.progress,
-            output.info,
-        )
-
-
-def _add_part(
-    pending: dict[int, list[Result]], transfer_id: int, part: Result, num_workers: int
-) -> list[Result] | None:
-    """Adds the result of a worker. Returns those of all workers once the last of them is there."""
-    parts = pending.setdefault(transfer_id, [])
-    parts.append(part)
-    return pending.pop(transfer_id) if len(parts) == num_workers else None
+    def add(self, rank: int, report: KVConnectorOutput) -> KVConnectorOutput:
+        """Returns what has ended, or gone on, with this report of one worker. A worker's message is passed on."""
+        joined = KVConnectorOutput(info=report.info, rank=rank)
+        verified = {**report.progress, **{one.load_id: one.num_verified for one in report.loads}}
+        for load_id, number in verified.items():
+            by_rank = self._progress.setdefault(load_id, {})
+            by_rank[rank] = max(number, by_rank.get(rank, 0))
+        joined.loads += [done for one in report.loads if (done := self._loads.add(one.load_id, rank, one))]
+        joined.saves += [more for one in report.saves if (more := self._saves.add(one.save_id, rank, one))]
+        for load_id in verified:
+            if self._loads.has_ended(load_id):
+                self._progress.pop(load_id, None)
+            elif len(self._progress[load_id]) == self._num_workers:
+                joined.progress[load_id] = min(self._progress[load_id].values())
+        return joined
 
 
-def _join(parts: list[Result], counted: str) -> Result:
-    """Returns the worst of the workers' results, with what all of them have done of the field `counted`."""
-    worst = max(parts, key=lambda part: _SEVERITY[part.outcome])
-    done: dict[str, Any] = {counted: min(getattr(part, counted) for part in parts)}
-    loads = [part for part in parts if isinstance(part, LoadResult)]
-    if loads:
-        done["num_records"] = sum(load.num_records for load in loads)
-        done["num_accepted"] = sum(load.num_accepted for load in loads)
-        done["num_rejected"] = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
-    num_bytes, seconds = sum(part.num_bytes for part in parts), max(part.seconds for part in parts)
-    return msgspec.structs.replace(worst, num_bytes=num_bytes, seconds=seconds, **done)
+class _Parts(Generic[Result]):
+    """Results of transfers of one kind, by rank, until all workers have reported them."""
+
+    def __init__(self, counted: str, num_workers: int) -> None:
+        """`counted`: the field with what a worker has done."""
+        self._counted, self._num_workers = counted, num_workers
+        self._pending: dict[int, dict[int, Result]] = {}
+        self._ended: dict[int, None] = {}
+        """The last transfers that have ended: what is reported of them again is not the beginning of another."""
+
+    def has_ended(self, transfer_id: int) -> bool:
+        """Returns whether all workers have reported the end of a transfer, lately."""
+        return transfer_id in self._ended
+
+    def add(self, transfer_id: int, rank: int, part: Result) -> Result | None:
+        """Adds the result of a worker. Returns that of all workers once the last of them is there.
+
+        The worker that has done least decides: its reason is that of the first block which cannot be used.
+        """
+        if transfer_id in self._ended:
+            return None
+        parts = self._pending.setdefault(transfer_id, {})
+        parts.setdefault(rank, part)
+        if len(parts) < self._num_workers:
+            return None
+        del self._pending[transfer_id]
+        self._ended[transfer_id] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        least = min(parts.values(), key=lambda one: (getattr(one, self._counted), -_SEVERITY[one.outcome]))
+        num_bytes, seconds = sum(one.num_bytes for one in parts.values()), max(one.seconds for one in parts.values())
+        joined = msgspec.structs.replace(least, num_bytes=num_bytes, seconds=seconds)
+        if isinstance(joined, LoadResult):
+            loads = [one for one in parts.values() if isinstance(one, LoadResult)]
+            joined.num_records = sum(load.num_records for load in loads)
+            joined.num_accepted = sum(load.num_accepted for load in loads)
+            joined.num_rejected = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
+        return joined
 
 
+MAX_ENDED = 4096
+"""Number of ended transfers that are remembered, of loads and of saves."""
 _SEVERITY: dict[TransferOutcome, int] = {"ok": 0, "cancelled": 1, "unknown": 2, "partial": 3, "failed": 4}

@@ -14,6 +14,7 @@ import msgspec
 from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder
 
@@ -54,6 +55,7 @@ WORKER_VERBS: Mapping[str, Verb] = {
     "measure_adapter": Verb((LoRARequest,), int, is_late=True),
     "load_adapter": Verb((AdapterLoad,), AdapterInfo, is_late=True),
     "drop_adapter": Verb((AdapterKey,), None, is_silent=True),
+    "start_transfers": Verb((KVConnectorMetadata,), None, is_silent=True),
     "profile": Verb((bool, str | None, int | None, int | None)),
     "get_supported_tasks": Verb((), tuple[str, ...]),
     "get_numerics_id": Verb((), str),
@@ -85,15 +87,22 @@ class WorkerReply(msgspec.Struct, array_like=True, gc=False):
     """True: the error is that another worker has failed."""
 
 
-class LateAnswer(msgspec.Struct, array_like=True, gc=False):
+class LateAnswer(msgspec.Struct, array_like=True, gc=False, tag="answer"):
     """A datagram: the frames of a worker's answer."""
 
     rank: int
     frames: list[bytes]
 
 
+class TransferReport(msgspec.Struct, array_like=True, gc=False, tag="transfers"):
+    """A datagram: what a worker reports of its transfers of blocks."""
+
+    rank: int
+    output: KVConnectorOutput
+
+
 _calls, _replies = msgspec.msgpack.Decoder(WorkerCall), msgspec.msgpack.Decoder(WorkerReply)
-_late = msgspec.msgpack.Decoder(LateAnswer)
+_late: msgspec.msgpack.Decoder[LateAnswer | TransferReport] = msgspec.msgpack.Decoder(LateAnswer | TransferReport)
 _decoders: dict[tuple[str, bool], MsgpackDecoder[Any]] = {}
 
 
@@ -121,8 +130,13 @@ def encode_late_answer(rank: int, reply: WorkerReply, result: Any) -> bytes:
     return msgspec.msgpack.encode(LateAnswer(rank, [bytes(f) for f in encode_reply(reply, result, MsgpackEncoder())]))
 
 
-def decode_late_answer(data: bytes) -> LateAnswer:
-    """Returns an answer whose frames `decode_reply` and `decode_result` take."""
+def encode_transfer_report(rank: int, output: KVConnectorOutput) -> bytes:
+    """Returns the datagram of a report."""
+    return msgspec.msgpack.encode(TransferReport(rank, output))
+
+
+def decode_late(data: bytes) -> LateAnswer | TransferReport:
+    """Returns a report, or an answer whose frames `decode_reply` and `decode_result` take."""
     return _late.decode(data)
 
 

@@ -7,6 +7,7 @@ executor closes its pipe, or ends itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from quire.failpoints import arm_failpoints, failpoint
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.timeline import release_garbage
+from quire.wire.kv_transfer import KVConnectorOutput
 from quire.wire.process import die_with_parent, leave_terminal, set_process_title
 from quire.wire.ring import RingReader, RingWriter, WorkerLinks, count_slots
 from quire.wire.serial import MsgpackEncoder
@@ -36,6 +38,7 @@ from quire.wire.worker_calls import (
     decode_call,
     encode_late_answer,
     encode_reply,
+    encode_transfer_report,
 )
 from quire.worker.host import cpu_quota
 
@@ -126,6 +129,8 @@ class WorkerProc:
         self._answers_steps = options.rank == topology.output_rank
         links = join_stages(options, topology)
         self.worker: Any = resolve(config.parallel_config.worker_cls)(config, options.rank, links)
+        if config.kv_transfer_config.connector is not None:
+            self.worker.register_transfer_callback(self._report)
 
     def run(self) -> None:
         """Serves until the executor asks for the end, or is gone."""
@@ -170,6 +175,11 @@ class WorkerProc:
         except Exception as e:
             future.set_exception(e)
         future.add_done_callback(answer)
+
+    def _report(self, output: KVConnectorOutput) -> None:
+        """Sends a report of transfers, on the thread that has it."""
+        with contextlib.suppress(ConnectionError):  # the executor ends, and with it all transfers
+            self._late.send(encode_transfer_report(self._rank, output))
 
     def _run(self, verb: str, arguments: tuple[Any, ...]) -> Any:
         worker = self.worker

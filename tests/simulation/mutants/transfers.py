@@ -15,7 +15,7 @@ from quire.engine.request import Request
 from quire.engine.sched.exchange import KVExchange
 from quire.engine.transfers import TransferLink
 from quire.testing.fake_tier import FakeTierWorker
-from quire.wire.kv_transfer import LoadResult, SaveOrder
+from quire.wire.kv_transfer import KVConnectorOutput, LoadResult, SaveOrder, TransferAggregator, _Parts
 from tests.simulation.mutants.registry import Patch, tier_mutant, wrap
 
 
@@ -38,6 +38,29 @@ def registered_before_verified(patch: Patch) -> None:
 def accepted_past_a_failure(patch: Patch) -> None:
     """All blocks of a load are accepted, those that could not be read with them."""
     wrap(patch, BlockLoader, "_count_acceptable", lambda original, self, load, _: len(load.order.keys))
+
+
+@tier_mutant
+def accepted_from_the_first_worker(patch: Patch) -> None:
+    """Counts the blocks that one of several workers has verified, whatever the others have."""
+
+    def add(original: Any, self: Any, transfer_id: int, rank: int, part: Any) -> Any:
+        done = original(self, transfer_id, rank, part)
+        firsts = self.__dict__.setdefault("firsts", {})
+        first = firsts.setdefault(transfer_id, part)
+        return first if done and isinstance(done, LoadResult) else done
+
+    wrap(patch, _Parts, "add", add)
+
+
+@tier_mutant
+def ended_with_the_first_worker(patch: Patch) -> None:
+    """A transfer of several workers has ended when the first of them reports it."""
+
+    def add(original: Any, self: TransferAggregator, rank: int, report: KVConnectorOutput) -> KVConnectorOutput:
+        return report
+
+    wrap(patch, TransferAggregator, "add", add)
 
 
 @tier_mutant

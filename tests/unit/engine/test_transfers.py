@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from quire.engine.executor.abstract import Executor
 from quire.engine.transfers import TransferLink
 from quire.errors import ConfigError
 from quire.wire.kv_transfer import KVConnectorOutput, LoadResult, SaveResult, TransferAggregator
+from tests.seeds import seeds
 
 
 class Transferring:
@@ -66,12 +68,74 @@ def test_workers_that_cannot_transfer_are_refused() -> None:
 
 def test_a_transfer_has_ended_when_all_workers_have_reported_it() -> None:
     aggregator = TransferAggregator(3)
-    first = aggregator.add(KVConnectorOutput([LoadResult(1, 5, "ok", 10, 1.0)], [SaveResult(2, 4)], {7: 1}, {"x": 1}))
-    assert first == KVConnectorOutput(progress={7: 1}, info={"x": 1})
-    assert not aggregator.add(KVConnectorOutput([LoadResult(1, 3, "partial", 6, 3.0, "mac")])).loads
-    last = aggregator.add(KVConnectorOutput([LoadResult(1, 4, "cancelled", 8, 2.0)], [SaveResult(2, 4)]))
+    first = aggregator.add(
+        1, KVConnectorOutput([LoadResult(1, 5, "ok", 10, 1.0)], [SaveResult(2, 4)], {7: 1}, {"x": 1})
+    )
+    assert first == KVConnectorOutput(info={"x": 1}, rank=1), "a message is passed on"
+    assert not aggregator.add(0, KVConnectorOutput([LoadResult(1, 3, "partial", 6, 3.0, "mac")]))
+    last = aggregator.add(2, KVConnectorOutput([LoadResult(1, 4, "cancelled", 8, 2.0)], [SaveResult(2, 4)]))
     assert last.loads == [LoadResult(1, 3, "partial", 24, 3.0, "mac")]
     assert last.saves == []
-    assert aggregator.add(KVConnectorOutput(saves=[SaveResult(2, 1, "failed", 1, 0.5, "io")])).saves == [
+    assert aggregator.add(0, KVConnectorOutput(saves=[SaveResult(2, 1, "failed", 1, 0.5, "io")])).saves == [
         SaveResult(2, 1, "failed", 1, 0.5, "io")
     ]
+
+
+def test_the_worker_that_has_done_least_gives_the_reason() -> None:
+    aggregator = TransferAggregator(2)
+    aggregator.add(0, KVConnectorOutput([LoadResult(1, 5, "partial", reason="mac"), LoadResult(2, 0, "cancelled")]))
+    joined = aggregator.add(
+        1, KVConnectorOutput([LoadResult(1, 2, "cancelled"), LoadResult(2, 0, "failed", reason="io")])
+    )
+    assert joined.loads == [LoadResult(1, 2, "cancelled"), LoadResult(2, 0, "failed", reason="io")]
+
+
+def test_one_worker_that_reports_twice_is_not_two() -> None:
+    aggregator = TransferAggregator(2)
+    result = KVConnectorOutput([LoadResult(1, 5)], [SaveResult(2, 4)])
+    assert not aggregator.add(0, result)
+    assert not aggregator.add(0, result)
+    assert aggregator.add(1, result) == KVConnectorOutput([LoadResult(1, 5)], [SaveResult(2, 4)], rank=1)
+    assert not aggregator.add(0, result), "it has ended"
+    assert not aggregator.add(0, KVConnectorOutput(progress={1: 3}))
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("seed", seeds(30))
+def test_loads_of_several_workers_that_end_early_late_and_never(seed: int) -> None:
+    """Each worker verifies a block at a time, fails at one, is cancelled or hangs; what is joined is compared with a
+    model after every report."""
+    rng = random.Random(seed)
+    num_workers, num_loads = rng.randint(1, 4), rng.randint(1, 8)
+    aggregator, ranks = TransferAggregator(num_workers), range(num_workers)
+    verified = {load: dict.fromkeys(ranks, 0) for load in range(num_loads)}
+    last = {load: {rank: rng.choice(["ok", "partial", "cancelled", "never"]) for rank in ranks} for load in verified}
+    stops = {load: {rank: 9 if last[load][rank] == "ok" else rng.randint(0, 8) for rank in ranks} for load in verified}
+    reported: dict[int, dict[int, LoadResult]] = {load: {} for load in verified}
+    ended: dict[int, LoadResult] = {}
+    going = [(load, rank) for load in verified for rank in ranks]
+    while going:
+        load, rank = rng.choice(going)
+        if verified[load][rank] < stops[load][rank]:
+            verified[load][rank] += 1
+            report = KVConnectorOutput(progress={load: verified[load][rank]})
+        else:
+            going.remove((load, rank))
+            if last[load][rank] == "never":
+                continue
+            outcome: Any = last[load][rank]
+            reported[load][rank] = LoadResult(load, verified[load][rank], outcome, 7, 1.0, f"{rank}")
+            report = KVConnectorOutput([reported[load][rank]])
+        joined = aggregator.add(rank, report)
+        for result in joined.loads:
+            assert result.load_id not in ended, "it ends once"
+            ended[result.load_id] = result
+        for other, number in joined.progress.items():
+            assert number == min(verified[other].values()), "no worker has more than it says"
+            assert other not in ended
+        assert (load in ended) == (len(reported[load]) == num_workers)
+    for load, result in ended.items():
+        least = min(part.num_verified for part in reported[load].values())
+        assert (result.num_verified, result.num_bytes) == (least, 7 * num_workers)
+        assert reported[load][int(result.reason)].num_verified == least
+    assert set(ended) == {load for load in verified if "never" not in last[load].values()}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.kv_store.access import BUSY_REST_S, OPEN_S, REST_S, RecordReader, StoreWriter
+from quire.kv_store import directory
+from quire.kv_store.access import BUSY_REST_S, OPEN_S, REST_S, RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
 from quire.kv_store.record import InvalidRecordError, RecordMac
@@ -108,8 +109,9 @@ def test_after_an_error_the_writer_rests_and_then_goes_on(
 
 
 def test_a_full_store_makes_room_and_a_busy_one_is_tried_again(
-    store: StoreDirectory, writer: StoreWriter, clock: Clock
+    store: StoreDirectory, writer: StoreWriter, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(directory, "LOCK_WAIT_S", 0.0)
     with store.locked():
         assert write(writer, 1) == "full"
     assert write(writer, 1) == "full"
@@ -120,17 +122,40 @@ def test_a_full_store_makes_room_and_a_busy_one_is_tried_again(
         assert store.count_bytes() <= store.max_bytes
 
 
+def content(buffer: RecordBuffer, start: int, sizes: list[int]) -> bytes:
+    """Returns what is filled into pieces of these sizes."""
+    pieces = [memoryview(bytearray(size)) for size in sizes]
+    buffer.copy_to(start, pieces)
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("has_files_in_memory", [True, False])
+def test_a_buffer_grows_and_fills_pieces(has_files_in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_files_in_memory:
+        monkeypatch.delattr(os, "memfd_create")
+    buffer = RecordBuffer()
+    buffer.take(10)[:] = bytes(range(10))
+    assert content(buffer, 2, [3, 0, 4]) == bytes(range(2, 9))
+    assert content(buffer, 2, []) == b""
+    large = bytes(range(256)) * 1000
+    buffer.take(len(large))[:] = large
+    assert content(buffer, 1, [100] * 2000) == large[1:200_001], "more pieces than one call takes"
+    buffer.close()
+    buffer.close()
+
+
 def test_a_reader_takes_the_record_that_was_asked_for_and_no_other(store: StoreDirectory, writer: StoreWriter) -> None:
     for number in range(3):
         write(writer, number)
     index = StoreIndex(store, FINGERPRINT)
     index.scan()
-    reader, buffer = RecordReader(store, RecordMac(store.key)), bytearray()
+    reader, buffer = RecordReader(store, RecordMac(store.key)), RecordBuffer()
+    sizes = [len(piece) for piece in payload_of(0)]
     for number in range(3):
         place = index.find(digest_of(number), 0)
         assert place is not None
-        payload = reader.read(*place, header_of(number), buffer)
-        assert bytes(payload) == b"".join(payload_of(number))
+        start = reader.read(*place, header_of(number), buffer)
+        assert content(buffer, start, sizes) == b"".join(payload_of(number))
         with pytest.raises(InvalidRecordError) as caught:
             reader.read(*place, header_of(number + 1), buffer)
         assert caught.value.reason == "key"
@@ -144,5 +169,7 @@ def test_a_reader_takes_the_record_that_was_asked_for_and_no_other(store: StoreD
         reader.read("absent", 0, header_of(2), buffer)
     assert caught.value.reason == "gone"
     store.remove(place.extent)
-    assert bytes(reader.read(*place, header_of(2), buffer)) == b"".join(payload_of(2)), "it has the file open"
+    start = reader.read(*place, header_of(2), buffer)
+    assert content(buffer, start, sizes) == b"".join(payload_of(2)), "it has the file open"
+    buffer.close()
     reader.close()

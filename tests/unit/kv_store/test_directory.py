@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError
+from quire.kv_store import directory
 from quire.kv_store.directory import ExtentFile, StoreDirectory, StoreFullError, eviction_order
 from quire.kv_store.extent import ExtentWriter
 
@@ -65,12 +67,19 @@ def test_extents_of_a_dead_writer_are_sealed_and_empty_ones_deleted(tmp_path: Pa
     assert left == {alive.name: False, dead.name: True}
 
 
-def test_one_process_at_a_time_makes_room(tmp_path: Path) -> None:
+def test_one_process_at_a_time_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for it, but not for ever."""
     store = open_store(tmp_path / "store")
     other = open_store(tmp_path / "store")
-    with store.locked(), pytest.raises(StoreFullError, match="another process"):
-        other.create_extent(FINGERPRINT)
-    other.create_extent(FINGERPRINT).seal()
+    holds = store.locked()
+    holds.__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "LOCK_WAIT_S", 0.0)
+        with pytest.raises(StoreFullError, match="another process"):
+            other.create_extent(FINGERPRINT)
+        patch.setattr(directory, "LOCK_WAIT_S", 60.0)
+        patch.setattr(time, "sleep", lambda _: holds.__exit__(None, None, None))
+        other.create_extent(FINGERPRINT).seal()
 
 
 def test_what_was_used_outlives_what_was_not() -> None:

@@ -63,6 +63,28 @@ def test_hashing_can_be_stopped_and_waits_for_no_pipe(tmp_path: Path) -> None:
         FileDigests(tmp_path).digest_files([tmp_path / "pipe"], now_ns())
 
 
+def test_of_several_processes_one_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of an engine need the same digests at the same time."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    first, second = FileDigests(tmp_path), FileDigests(tmp_path)
+    hashing = first._alone(lambda: False)
+    hashing.__enter__()
+    with pytest.raises(HashingStoppedError):
+        second.digest_files([path], now_ns(), lambda: True)
+
+    def finish(_: float) -> None:
+        hashing.__exit__(None, None, None)
+        first.digest_files([path], now_ns())
+        monkeypatch.setattr(hashlib, "sha256", None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", finish)
+        found = second.digest_files([path], now_ns())
+    monkeypatch.undo()
+    assert found == {path.name: hashlib.sha256(b"weights").hexdigest()}
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a": 1}', b"\xff"])
 def test_a_damaged_memo_costs_hashing_again(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"

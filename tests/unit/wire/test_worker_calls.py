@@ -9,6 +9,7 @@ import pytest
 
 from quire.wire.execution import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from quire.wire.kv_transfer import KVConnectorMetadata
 from quire.wire.serial import MsgpackEncoder, WireError
 from quire.wire.worker_calls import (
     WORKER_VERBS,
@@ -29,6 +30,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("wake_up", (["weights"],)),
     ("load_weights", (None,)),
     ("call_method", ("set_step_time", [0.5, "x", [1]], {"a": {"b": None}})),
+    ("start_transfers", (KVConnectorMetadata(cancels=[3], params={"release": ["a"]}),)),
     ("load_model", ()),
 ]
 RESULTS: list[tuple[str, Any]] = [

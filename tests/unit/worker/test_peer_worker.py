@@ -21,6 +21,7 @@ from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer import client
 from quire.kv_store.peer.server import BlockServer, DirectorySource
 from quire.testing.failpoints import injected
+from quire.wire.kv_peers import pack_bits
 from quire.wire.kv_transfer import (
     BlockKey,
     KVConnectorMetadata,
@@ -42,13 +43,16 @@ from .test_store_worker import FULL, WINDOW, make_keys, make_memory, replace_tok
 class Engine:
     """Stands for an engine: gives orders, and waits for reports."""
 
-    def __init__(self, directory: Path, memory: KVCacheMemory, **extra: Any) -> None:
+    def __init__(
+        self, directory: Path, memory: KVCacheMemory, rank: int = 0, num_workers: int = 1, **extra: Any
+    ) -> None:
         transfer = {
             "kv_connector": "PeerConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"path": str(directory), **extra},
         }
-        self.worker = PeerWorker(EngineArgs("demo", kv_transfer_config=transfer).create_engine_config())
+        args = EngineArgs("demo", kv_transfer_config=transfer, tensor_parallel_size=num_workers)
+        self.worker = PeerWorker(args.create_engine_config(), rank)
         self.memory = memory
         self.reports: queue.Queue[KVConnectorOutput] = queue.Queue()
         self.worker.report = self.reports.put
@@ -79,8 +83,10 @@ class Engine:
 
     def begin_load(self, engine: Engine, keys: list[BlockKey], block_ids: list[list[int]], **params: Any) -> int:
         self._next_id += 1
-        params = {"peer": engine.address, "lease": "lease", "incarnation": engine.incarnation} | params
-        order = LoadOrder(self._next_id, "p2p", 0, keys, block_ids, params)
+        site = params.get("peer", engine.address), params.get("incarnation", engine.incarnation)
+        sites = [("tcp://127.0.0.1:1", "another worker's")] * self.worker.rank + [site]
+        load = {"peers": sites, "lease": params.get("lease", "lease")}
+        order = LoadOrder(self._next_id, "p2p", 0, keys, block_ids, load)
         self.worker.start(KVConnectorMetadata(loads=[order]))
         return self._next_id
 
@@ -135,7 +141,9 @@ def test_leased_blocks_come_over_bit_by_bit(make_engine: MakeEngine) -> None:
     assert are_equal(p, d, 31, 38, 1)
     assert are_equal(p, d, 32, 39, 1)
     assert all(torch.equal(a, b) for a, b in zip(others, d.content(9), strict=True))
-    d.worker.start(KVConnectorMetadata(params={"keep": [("lease", p.address, p.incarnation)], "release": ["lease"]}))
+    d.worker.start(
+        KVConnectorMetadata(params={"keep": [("lease", [(p.address, p.incarnation)])], "release": ["lease"]})
+    )
     assert p.ended_lease() == SaveResult(order.save_id, 0, "ok", reason="released")
     assert d.load(p, keys, [list(range(10, 30)), [0] * 20]).reason == "gone"
 
@@ -183,9 +191,21 @@ def test_the_ends_of_a_lease(make_engine: MakeEngine, monkeypatch: pytest.Monkey
     keeper = make_engine()
     before = time.monotonic()
     p.lease(keys, [[1, 2]], "kept")
-    keeper.worker.start(KVConnectorMetadata(params={"keep": [("kept", p.address, p.incarnation)]}))
+    keeper.worker.start(KVConnectorMetadata(params={"keep": [("kept", [(p.address, p.incarnation)])]}))
     while p.worker._leases._leases["kept"].expires < before + 1000:
         time.sleep(0.001)
+
+
+def test_a_worker_takes_its_part_from_the_one_of_its_rank(make_engine: MakeEngine) -> None:
+    p, d = ([make_engine(rank=rank, num_workers=2) for rank in range(2)] for _ in range(2))
+    keys = make_keys(2)
+    for one in p:
+        one.lease(keys, [[1, 2]])
+    for theirs, ours in zip(p, d, strict=True):
+        assert ours.load(theirs, keys, [[10, 11]]).num_verified == 2
+        assert all(are_equal(theirs, ours, 1 + i, 10 + i) for i in range(2))
+    assert d[1].load(p[0], keys, [[10, 11]]).reason == "refused", "it has the other part"
+    assert d[1].load(p[1], keys, [[20, 21]]).num_verified == 2
 
 
 def test_a_peer_that_does_not_fit(make_engine: MakeEngine) -> None:
@@ -234,7 +254,7 @@ def test_block_servers_are_asked_and_read(make_engine: MakeEngine, tmp_path: Pat
     d = make_engine(tiers=[dead.address, server.address])
     asked = [(0, key.digest) for key in [*keys, *make_keys(1, first=70)]]
     d.worker.start(KVConnectorMetadata(params={"ask": {"r": asked}}))
-    assert d.wait().info == {"have": {"r": {server.address: [True, True, True, False]}}}
+    assert d.wait().info == {"have": {"r": {server.address: pack_bits([True, True, True, False])}}}
     result = d.load(p, keys, [[10, 11, 12]], peer=server.address, lease="", incarnation="")
     assert (result.outcome, result.num_verified) == ("ok", 3)
     assert all(are_equal(p, d, 1 + i, 10 + i) for i in range(3))

@@ -38,6 +38,7 @@ from quire.wire.kv_transfer import (
     SavedBlock,
     SaveOrder,
     SaveResult,
+    TransferAggregator,
 )
 from quire.worker.attention.backend import AttentionBackend
 from quire.worker.attention.native_backend import NativeAttentionBackend
@@ -66,8 +67,8 @@ def make_memory(specs: list[AnyKVCacheSpec], backend: AttentionBackend[Any] | No
     return memory
 
 
-def make_config(directory: Path) -> EngineConfig:
-    return EngineArgs("demo", kv_store=str(directory), kv_store_size=1 << 30).create_engine_config()
+def make_config(directory: Path, **flags: Any) -> EngineConfig:
+    return EngineArgs("demo", kv_store=str(directory), kv_store_size=1 << 30, **flags).create_engine_config()
 
 
 def make_keys(num: int, extra_keys: tuple[tuple[Any, ...], ...] | None = None, first: int = 0) -> list[BlockKey]:
@@ -81,8 +82,8 @@ def make_keys(num: int, extra_keys: tuple[tuple[Any, ...], ...] | None = None, f
 class Engine:
     """Stands for the engine: gives orders, waits for reports, and knows the directory."""
 
-    def __init__(self, directory: Path, memory: KVCacheMemory) -> None:
-        self.worker = StoreWorker(make_config(directory))
+    def __init__(self, directory: Path, memory: KVCacheMemory, rank: int = 0, **flags: Any) -> None:
+        self.worker = StoreWorker(make_config(directory, **flags), rank)
         self.memory = memory
         self.reports: queue.Queue[KVConnectorOutput] = queue.Queue()
         self.worker.report = self.reports.put
@@ -121,7 +122,9 @@ class Engine:
                     for place in found
                 ]
             )
-        return LoadOrder(self.next_id(), "disk", 0, keys, block_ids, {"extents": list(extents), "places": places})
+        part = {"extents": list(extents), "places": places}
+        parts: list[dict[str, Any]] = [{} for _ in range(self.worker.rank)]  # a worker reads its own
+        return LoadOrder(self.next_id(), "disk", 0, keys, block_ids, {"parts": [*parts, part]})
 
     def load(self, keys: list[BlockKey], block_ids: list[list[int]]) -> LoadResult:
         self.worker.start(KVConnectorMetadata(loads=[self.load_order(keys, block_ids)]))
@@ -141,8 +144,8 @@ class Engine:
 def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(memory: KVCacheMemory | None = None) -> Engine:
-        engines.append(Engine(tmp_path / "store", memory or make_memory([FULL])))
+    def make(memory: KVCacheMemory | None = None, **flags: Any) -> Engine:
+        engines.append(Engine(tmp_path / "store", memory or make_memory([FULL]), **flags))
         return engines[-1]
 
     yield make
@@ -173,6 +176,47 @@ def test_a_block_comes_back_bit_by_bit(
     for block_id in range(NUM_BLOCKS):
         expected = before[sources[targets.index(block_id)] if block_id in targets else block_id]
         assert engine.is_equal(block_id, expected), block_id
+
+
+def test_each_of_several_workers_has_its_own_part_of_a_block(
+    make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    workers = [make_engine(rank=rank, tensor_parallel_size=2) for rank in range(2)]
+    staged = [make_engine(rank=rank, pipeline_parallel_size=2) for rank in range(2)]
+    fingerprints = {one.fingerprint for one in [*workers, *staged, make_engine()]}
+    assert len(fingerprints) == 5, "none reads what another has written"
+    keys, aggregator = make_keys(4), TransferAggregator(2)
+    contents = [[one.content(block_id) for block_id in (1, 2, 3, 4)] for one in workers]
+    for one in workers:
+        assert one.save(keys, [1, 2, 3, 4]).num_saved == 4
+    for one, content in zip(workers, contents, strict=True):
+        assert one.load(keys, [[21, 22, 23, 24]]).num_verified == 4
+        assert all(one.is_equal(21 + i, content[i]) for i in range(4))
+    for extent in (tmp_path / "store").glob(f"{workers[1].fingerprint.hex()[:16]}*"):
+        with extent.open("r+b") as file:
+            file.seek(int(extent.stat().st_size * 2.5 / 4))  # in the payload of the third
+            file.write(b"damage")
+    joined = [
+        aggregator.add(rank, KVConnectorOutput([one.load(keys, [[31, 32, 33, 34]])]))
+        for rank, one in enumerate(workers)
+    ]
+    assert [report.loads for report in joined[:1]] == [[]]
+    (result,) = joined[1].loads
+    assert (result.num_verified, result.outcome, result.reason) == (2, "partial", "mac")
+
+
+def test_a_stage_without_layers_of_a_group_has_empty_records(make_engine: Callable[..., Engine]) -> None:
+    """They prove the tokens, and all stages count alike."""
+    memory = make_memory([FULL, WINDOW])
+    names = {name: group for name, group in memory.layer_groups.items() if group == 0}
+    engine = make_engine(replace(memory, layer_groups=names), rank=1, pipeline_parallel_size=2)
+    assert engine.payload_bytes == [2 * FULL.page_size_bytes, 0]
+    keys = make_keys(2)
+    for group in (0, 1):
+        assert engine.save(keys, [1, 2], group).num_saved == 2
+    assert engine.load(keys, [[21, 22], [0, 32]]).num_verified == 2
+    liars = [keys[0], replace_tokens(keys[1])]
+    assert engine.load(liars, [[21, 22], [0, 32]]).num_verified == 1
 
 
 def test_groups_are_stored_apart_and_a_window_takes_what_it_reads(make_engine: Callable[..., Engine]) -> None:

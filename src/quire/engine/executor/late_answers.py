@@ -1,4 +1,4 @@
-"""Answers to calls that workers begin at once and finish later, beside the steps.
+"""Answers to calls that workers begin at once and finish later, and reports of transfers: both come beside the steps.
 
 Each worker sends its answer as one datagram, from whichever thread has it, on a socket that all workers of an engine
 share. The executor's monitor reads them, because the core may wait for no step when they come.
@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.errors import AdapterError, ServerError, make_error
+from quire.wire.kv_transfer import KVConnectorOutput, TransferAggregator
 from quire.wire.lora import AdapterInfo
-from quire.wire.worker_calls import LateAnswer, decode_late_answer, decode_reply, decode_result
+from quire.wire.worker_calls import LateAnswer, TransferReport, decode_late, decode_reply, decode_result
 
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 16
-"""Longest answer: the numbers of an adapter, or the text of an error."""
+"""Longest datagram: the numbers of an adapter, the text of an error, or the ends of transfers."""
 
 
 @dataclass
@@ -39,6 +40,30 @@ class _Waiting:
     errors: dict[int, Exception] = field(default_factory=dict)
 
 
+class TransferReports:
+    """Passes on the reports of all workers as those of one. What comes before there is a callback waits for it."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._lock = threading.Lock()
+        self._aggregator = TransferAggregator(num_workers)
+        self._early: list[KVConnectorOutput] = []
+        self._callback: Callable[[KVConnectorOutput], None] = self._early.append
+
+    def register_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        """Sets what gets the reports, on the thread that adds them."""
+        with self._lock:
+            self._callback = callback
+            for report in self._early:
+                callback(report)
+            self._early.clear()
+
+    def add(self, rank: int, report: KVConnectorOutput) -> None:
+        """Takes the report of one worker."""
+        with self._lock:
+            if joined := self._aggregator.add(rank, report):
+                self._callback(joined)
+
+
 class LateAnswers:
     """Owns the socket, and the Futures of calls. A Future is done when all workers have answered."""
 
@@ -46,6 +71,7 @@ class LateAnswers:
         self._num_workers = num_workers
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         """`theirs`: the end that workers inherit."""
+        self.transfers = TransferReports(num_workers)
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._end: ServerError | None = None
@@ -72,10 +98,14 @@ class LateAnswers:
         return future
 
     def take(self) -> None:
-        """Takes in the answers that have come."""
+        """Takes in the answers and reports that have come."""
         with contextlib.suppress(BlockingIOError):
             while data := self._ours.recv(MAX_BYTES, socket.MSG_DONTWAIT):
-                self._note(decode_late_answer(data))
+                match decode_late(data):
+                    case TransferReport(rank, output):
+                        self.transfers.add(rank, output)
+                    case answer:
+                        self._note(answer)
 
     def _note(self, answer: LateAnswer) -> None:
         reply = decode_reply(answer.frames)

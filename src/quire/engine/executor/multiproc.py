@@ -6,7 +6,7 @@ worker is noticed by its process descriptor. Then the abort word makes the other
 ends, as it does after any error in a step; its supervisor starts it again, with new workers.
 
 Loads of adapters go down the same ring, from any thread, so that all workers begin and drop them between the same
-steps. They are answered beside the steps: late_answers.py.
+steps. They are answered beside the steps, as are transfers of KV blocks: late_answers.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from quire.lora_request import LoRARequest
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.ring import RingWriter, make_ring_file
 from quire.wire.serial import MsgpackEncoder
@@ -305,6 +306,15 @@ class MultiprocExecutor(Executor):
         except ServerError as e:
             self._late.fail_all(e)
         return futures[0]
+
+    # -- transfers of blocks ------------------------------------------------------------------------------------------
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], None]) -> None:
+        self._late.transfers.register_callback(callback)
+
+    def send_transfers(self, orders: KVConnectorMetadata) -> None:
+        with contextlib.suppress(ServerError):  # a worker is gone, and the engine ends
+            self._put("start_transfers", [orders])
 
     # -- observations -------------------------------------------------------------------------------------------------
 

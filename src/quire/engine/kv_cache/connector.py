@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.request import Request
 from quire.errors import QuireError
@@ -56,6 +57,17 @@ class KVConnectorScheduler(ABC):
         self.kv_cache_config = kv_cache_config
         self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.block_size = self.specs[0].block_size if self.specs else 1
+
+    @classmethod
+    def check_config(cls, config: EngineConfig) -> None:
+        """Raises ConfigError if the connector cannot be used. Called before the workers are started, whose own errors
+        are harder to read."""
+        return
+
+    def may_transfer(self, request: Request) -> bool:
+        """Returns whether blocks of a request may be saved and loaded. Those with an adapter may if it counts by its
+        content (`stored_hashes`), which is known once it was loaded: under its name other files may be there later."""
+        return request.lora_request is None
 
     # -- loads -------------------------------------------------------------------------------------------------
 
@@ -190,13 +202,13 @@ def find_longest_match(
     """Returns the most tokens beyond `num_computed_tokens` that can be loaded: full groups have all blocks of them, and
     groups with a window or chunk what the token after them reads.
 
-    `has(group_id, digest)` returns whether a store has a block. It is asked for each block of full groups up to the
-    first that is missing, and for few of the others.
+    `has(group_id, digest)`, with a digest of `stored_hashes`, returns whether a store has a block. It is asked for each
+    block of full groups up to the first that is missing, and for few of the others.
     """
     size = specs[0].block_size
     start = num_computed_tokens // size
-    stop = min((request.num_tokens - 1) // size, len(request.block_hashes))
-    hashes = request.block_hashes
+    hashes = stored_hashes(request, size)
+    stop = min((request.num_tokens - 1) // size, len(hashes))
     for group_id, spec in enumerate(specs):
         if spec.reach is None:
             stop = next((i for i in range(start, stop) if not has(group_id, hashes[i])), stop)

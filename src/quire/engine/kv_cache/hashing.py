@@ -40,6 +40,28 @@ def block_extra_keys(request: Request, block_index: int, block_size: int) -> Ext
     return keys or None
 
 
+def stored_extra_keys(extra_keys: ExtraKeys | None, adapter_digest: str) -> ExtraKeys | None:
+    """Returns the extra keys of a block for a store outside the engine: an adapter counts by the digest of its files,
+    not by its name, path and revision."""
+    if extra_keys is None or not adapter_digest:
+        return extra_keys
+    named = [("adapter", adapter_digest) if key[0] == "lora" else key for key in extra_keys]
+    return tuple(key for key in named if key[0] != "lora_revision")
+
+
+def stored_hashes(request: Request, block_size: int) -> list[BlockHash]:
+    """Returns the hashes by which a store outside the engine knows a request's blocks: its `block_hashes`, or those
+    with `stored_extra_keys`; none before its adapter was loaded. They must not be changed."""
+    if request.lora_request is None:
+        return request.block_hashes
+    digest, known = request.report.adapter_digest, request.report.stored_hashes
+    for index in range(len(known), len(request.block_hashes) if digest else 0):
+        token_ids = request.all_token_ids[index * block_size : (index + 1) * block_size]
+        keys = stored_extra_keys(block_extra_keys(request, index, block_size), digest)
+        known.append(hash_block(known[-1] if known else None, token_ids, keys))
+    return known
+
+
 def _hash_embeds(origin: EngineCoreRequest, start: int, stop: int) -> bytes | None:
     """Returns the digest of the positions from `start` to `stop` of a prompt of embeddings: which are embeddings, and
     their rows. None: none is."""

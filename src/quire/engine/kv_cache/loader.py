@@ -9,7 +9,7 @@ from typing import Literal
 
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
-from quire.engine.kv_cache.hashing import block_extra_keys
+from quire.engine.kv_cache.hashing import block_extra_keys, stored_extra_keys, stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
@@ -81,9 +81,9 @@ class BlockLoader:
 
     # -- the beginning -----------------------------------------------------------------------------------------
 
-    def find(self, digest: bytes) -> Load | None:
-        """Returns the active load of a block."""
-        return self._by_digest.get(digest)
+    def find(self, request: Request, index: int) -> Load | None:
+        """Returns the active load of a request's block."""
+        return self._by_digest.get(stored_hashes(request, self._manager.block_size)[index])
 
     def choose(
         self, request: Request, start: int, matches: Sequence[ExternalMatch], now: float
@@ -122,13 +122,13 @@ class BlockLoader:
         other loads."""
         size, first = self._manager.block_size, len(hits.blocks[0])
         num_blocks = match.num_tokens // size
-        hashes = request.block_hashes
+        hashes, adapter = stored_hashes(request, size), request.report.adapter_digest
         keys = [
             BlockKey(
                 hashes[index],
                 hashes[index - 1] if index else None,
                 tuple(request.all_token_ids[index * size : (index + 1) * size]),
-                block_extra_keys(request, index, size),
+                stored_extra_keys(block_extra_keys(request, index, size), adapter),
             )
             for index in range(first, first + num_blocks)
         ]
@@ -208,7 +208,7 @@ class BlockLoader:
 
     def _count_acceptable(self, load: Load, num_verified: int) -> int:
         """Returns how many of the verified blocks are still the request's: its adapter may have changed meanwhile."""
-        order, hashes = load.order, load.request.block_hashes
+        order, hashes = load.order, stored_hashes(load.request, self._manager.block_size)
         num_same = 0
         for key, digest in zip(order.keys[:num_verified], hashes[order.start :], strict=False):
             if key.digest != digest:

@@ -3,19 +3,24 @@
 A proxy passes on what the other engine has answered (`kv_transfer_params.py`): it names a lease, and how many tokens it
 holds. Blocks are asked for by their hashes, so a wrong answer is a miss. Block servers (tiers) are asked when a request
 is added which of its blocks they have.
+
+Each of several workers serves its part of a block at an address of its own, and takes it from the one of its rank.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
-from quire.engine.kv_cache.saver import may_be_stored
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ValidationError
+from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer.client import PeerList
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
@@ -31,7 +36,26 @@ REST_S = 5.0
 MAX_RESTS = 1024
 UNFIT = ("unreachable", "silent", "refused")
 """Reasons for a rest."""
+Site = tuple[str, str]
+"""Address of the server of one worker, and its incarnation."""
 _ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class _Asked:
+    """A question which blocks the tiers have."""
+
+    num_blocks: int
+    answers: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    """Answers by rank and address: a bit for each group and block."""
+
+    def join(self) -> dict[str, int]:
+        """Returns what the servers have for all workers."""
+        common = set.intersection(*(set(answer) for answer in self.answers.values()))
+        bits = {
+            address: [int.from_bytes(one[address], "little") for one in self.answers.values()] for address in common
+        }
+        return {address: reduce(and_, each) for address, each in bits.items()}
 
 
 class PeerScheduler(KVConnectorScheduler):
@@ -48,39 +72,63 @@ class PeerScheduler(KVConnectorScheduler):
         self._peers = PeerList(self._extra["peers"])
         self._rests_until: dict[str, float] = {}
         """Times until which nothing is taken from an address."""
-        self._identity: dict[str, Any] = {}
-        """Report of the worker half: what blocks are made of, and where they are served; empty: not known yet."""
+        self._num_workers = config.parallel_config.world_size
+        self._sizes = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+        self._identities: dict[int, dict[str, Any]] = {}
+        """Reports of the worker halves, by rank: what blocks are made of, and where they are served."""
         self._generation = 0
         """Number of times that the weights were replaced."""
-        self._offers: dict[str, tuple[TransferParams, str]] = {}
-        """Requests that were not admitted yet: what is held for them elsewhere, and the address."""
-        self._found: dict[str, dict[str, list[bool]] | None] = {}
-        """Requests that were not admitted yet: which blocks the tiers have, by group and position; None: they were
-        asked."""
+        self._offers: dict[str, tuple[TransferParams, list[Site]]] = {}
+        """Requests that were not admitted yet: what is held for them elsewhere, and where, by rank."""
+        self._asked: dict[str, _Asked] = {}
+        """Requests that were not admitted yet, about which the tiers were asked."""
         self._message: dict[str, Any] = {}
         """To be sent to the worker half."""
+
+    @classmethod
+    def check_config(cls, config: EngineConfig) -> None:
+        StoreDirectory.open_for_key(config.kv_transfer_config.kv_connector_extra_config["path"]).close()
+
+    @property
+    def _is_known(self) -> bool:
+        """Returns whether all workers have reported what their blocks are made of."""
+        return len(self._identities) == self._num_workers
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        if not self._takes or not self._identity or not may_be_stored(request):
+        if not self._takes or not self._is_known or not self.may_transfer(request):
             return
         params = _params_of(request)
         if params is not None and params.do_remote_prefill and params.remote_request_id:
-            address = self._peers.find_address(params.remote_host, params.port)
-            if address is None:
-                logger.warning("blocks are not taken from %r: it is not among the peers", params.remote_host)
-            else:
-                self._offers[request.request_id] = params, address
-                keep = params.remote_request_id, address, params.remote_incarnation or ""
-                self._message.setdefault("keep", []).append(keep)
+            sites = self._find_sites(params)
+            if sites is not None:
+                self._offers[request.request_id] = params, sites
+                self._message.setdefault("keep", []).append((params.remote_request_id, sites))
         elif self._extra["tiers"] and not request.skip_reading_prefix_cache:
             stop = min((request.num_tokens - 1) // self.block_size, MAX_KEYS // len(self.specs))
             hashes = request.block_hashes[:stop]
+            stop = len(hashes)
             if hashes:
                 keys = [(group_id, digest) for group_id in range(len(self.specs)) for digest in hashes]
-                self._found[request.request_id] = None
+                self._asked[request.request_id] = _Asked(stop)
                 self._message.setdefault("ask", {})[request.request_id] = keys
+
+    def _find_sites(self, params: TransferParams) -> list[Site] | None:
+        """Returns where the workers of another engine serve, by rank; None if nothing may be taken from there."""
+        places = [(params.remote_host, params.port, params.remote_incarnation or ""), *params.remote_ranks]
+        if len(places) != self._num_workers:
+            wish = "blocks are not taken from %r: it has %d workers, and this engine has %d"
+            logger.warning(wish, params.remote_host, len(places), self._num_workers)
+            return None
+        sites: list[Site] = []
+        for host, port, incarnation in places:
+            address = self._peers.find_address(host, port)
+            if address is None:
+                logger.warning("blocks are not taken from %r: it is not among the peers", host)
+                return None
+            sites.append((address, incarnation))
+        return sites
 
     def request_started(self, request: Request) -> None:
         self._forget(request)
@@ -90,7 +138,7 @@ class PeerScheduler(KVConnectorScheduler):
 
     def _forget(self, request: Request) -> None:
         """Needs nothing more of what is held for a request."""
-        self._found.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
         offer = self._offers.pop(request.request_id, None)
         if offer is not None:
             self._message.setdefault("release", []).append(offer[0].remote_request_id)
@@ -101,15 +149,16 @@ class PeerScheduler(KVConnectorScheduler):
         offer = self._offers.get(request.request_id)
         if offer is not None:
             return self._match_offer(request, num_computed_tokens, *offer)
-        if request.request_id not in self._found:
+        asked = self._asked.get(request.request_id)
+        if asked is None:
             return NO_MATCH
-        found = self._found[request.request_id]
-        if found is None:
+        if len(asked.answers) < self._num_workers:
             return None
-        matches = [self._match_tier(request, num_computed_tokens, *tier) for tier in found.items()]
+        size = asked.num_blocks
+        matches = [self._match_tier(request, num_computed_tokens, size, *tier) for tier in asked.join().items()]
         return max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
 
-    def _match_offer(self, request: Request, start: int, params: TransferParams, address: str) -> ExternalMatch:
+    def _match_offer(self, request: Request, start: int, params: TransferParams, sites: list[Site]) -> ExternalMatch:
         """Returns the match of what another engine holds: of groups with a window only the blocks at its end."""
         size = self.block_size
         num_held = max(0, params.remote_num_tokens or 0) // size * size
@@ -118,15 +167,15 @@ class PeerScheduler(KVConnectorScheduler):
         reaches = [spec.reach for spec in self.specs]
         if any(reach is not None for reach in reaches) and end != num_held:
             return NO_MATCH
+        address = sites[0][0]
         if end <= start or not self._is_awake(address) or not self._are_provable(start, end):
             return NO_MATCH
-        load = {"peer": address, "lease": params.remote_request_id, "incarnation": params.remote_incarnation or ""}
+        load = {"peers": sites, "lease": params.remote_request_id}
         return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
 
-    def _match_tier(self, request: Request, start: int, address: str, bits: list[bool]) -> ExternalMatch:
-        num_asked = len(bits) // len(self.specs)
+    def _match_tier(self, request: Request, start: int, num_asked: int, address: str, bits: int) -> ExternalMatch:
         places = {
-            (group_id, digest): bits[group_id * num_asked + index]
+            (group_id, digest): bool(bits >> group_id * num_asked + index & 1)
             for group_id in range(len(self.specs))
             for index, digest in enumerate(request.block_hashes[:num_asked])
         }
@@ -135,7 +184,7 @@ class PeerScheduler(KVConnectorScheduler):
         )
         if not num_tokens or not self._is_awake(address) or not self._are_provable(start, start + num_tokens):
             return NO_MATCH
-        return ExternalMatch(num_tokens, f"{SOURCE}:{address}", {"peer": address})
+        return ExternalMatch(num_tokens, f"{SOURCE}:{address}", {"peers": [(address, "")] * self._num_workers})
 
     def _are_provable(self, start: int, end: int) -> bool:
         """Returns whether a block is loaded of each position, whose tokens are compared."""
@@ -146,7 +195,7 @@ class PeerScheduler(KVConnectorScheduler):
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
         if result.reason in UNFIT and order.params is not None:
-            address = order.params["peer"]
+            address = order.params["peers"][0][0]
             if len(self._rests_until) >= MAX_RESTS:
                 del self._rests_until[next(iter(self._rests_until))]
             self._rests_until[address] = time.monotonic() + REST_S
@@ -162,14 +211,18 @@ class PeerScheduler(KVConnectorScheduler):
 
     def name_lease(self, request: Request) -> str | None:
         params = _params_of(request) if self._gives and request.status in _ENDS else None
-        if params is None or not params.do_remote_decode or "listen" not in self._identity:
+        is_served = self._is_known and all("listen" in one for one in self._identities.values())
+        if params is None or not params.do_remote_decode or not is_served:
             return None
         return f"{request.request_id}-{secrets.token_hex(8)}"
 
     def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
-        host, port = _host_and_port(self._identity["listen"])
+        first, *others = (self._identities[rank] for rank in range(self._num_workers))
+        host, port = _host_and_port(first["listen"])
         sampling = request.sampling_params
+        ranks = [(*_host_and_port(one["listen"]), one["incarnation"]) for one in others]
         return {
+            **({"remote_ranks": ranks} if ranks else {}),
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [[] for _ in self.specs],  # blocks are asked for by their hashes
@@ -177,13 +230,13 @@ class PeerScheduler(KVConnectorScheduler):
             "remote_request_id": lease,
             "remote_host": host,
             "remote_port": port,
-            "tp_size": 1,
+            "tp_size": self._sizes[0],
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": self._sizes[1],
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            "remote_incarnation": self._identity["incarnation"],
+            "remote_incarnation": first["incarnation"],
             "seed": None if sampling is None else sampling.seed,
         }
 
@@ -192,10 +245,10 @@ class PeerScheduler(KVConnectorScheduler):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info or {}
         if "fingerprint" in info and info.get("generation") == self._generation:
-            self._identity = info
+            self._identities[output.rank] = info
         for request_id, found in info.get("have", {}).items():
-            if request_id in self._found:
-                self._found[request_id] = found
+            if request_id in self._asked:
+                self._asked[request_id].answers[output.rank] = found
 
     def take_message(self) -> dict[str, Any] | None:
         message, self._message = self._message, {}
@@ -206,8 +259,8 @@ class PeerScheduler(KVConnectorScheduler):
 
     def set_weights(self, path: str) -> None:
         self._generation += 1
-        self._identity = {}
-        self._found.clear()
+        self._identities.clear()
+        self._asked.clear()
 
 
 def _params_of(request: Request) -> TransferParams | None:

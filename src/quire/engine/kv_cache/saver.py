@@ -9,19 +9,10 @@ from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
-from quire.engine.request import Request
 from quire.wire.kv_transfer import BlockKey, SavedBlock, SaveOrder, SaveResult
-
-
-def may_be_stored(request: Request) -> bool:
-    """Returns whether blocks of a request may be saved and loaded.
-
-    Those with an adapter may not: their hashes have its name and path, and after a restart other files may be there.
-    """
-    return request.lora_request is None
-
 
 MAX_POSTPONED = 1 << 16
 """Most blocks that wait to be offered to the store again."""
@@ -31,6 +22,8 @@ class _Postponed(NamedTuple):
     """A computed block that could not be saved when it was."""
 
     group_id: int
+    block_hash: bytes
+    """Its hash in the cache."""
     key: BlockKey
     computed_at: float
 
@@ -121,21 +114,21 @@ class BlockSaver:
 
     def _add(self, part: FullBlocks, step: int, blocks: list[SavedBlock], now: float) -> None:
         request = part.request
-        is_wanted = may_be_stored(request) and self._connector.wants_saves(request)
-        hashes = request.block_hashes
+        is_wanted = self._connector.may_transfer(request) and self._connector.wants_saves(request)
+        hashes, stored = request.block_hashes, stored_hashes(request, self._manager.block_size)
+        adapter = request.report.adapter_digest
         for group_id, table in enumerate(part.tables):
             for index, block in enumerate(table, start=part.start):
                 if self._filled_by.get(block.block_id) != step:
                     continue  # it was given to another request, and filled again by a later step
                 del self._filled_by[block.block_id]
-                content, digest = block.content, hashes[index] if index < len(hashes) else None
-                if content is None or digest is None or not _has_content(block, digest):
+                content, block_hash = block.content, hashes[index] if index < len(hashes) else None
+                if content is None or block_hash is None or not _has_content(block, block_hash) or not is_wanted:
                     continue
-                key = BlockKey(digest, hashes[index - 1] if index else None, content.token_ids, content.extra_keys)
-                if not is_wanted:
-                    continue
+                keys = stored_extra_keys(content.extra_keys, adapter)
+                key = BlockKey(stored[index], stored[index - 1] if index else None, content.token_ids, keys)
                 if not self._has_pin(blocks) or self._connector.seconds_to_save() > 0:
-                    self._postpone(block, _Postponed(group_id, key, now))
+                    self._postpone(block, _Postponed(group_id, block_hash, key, now))
                 elif self._offer(SavedBlock(group_id, block.block_id, key), blocks):
                     self.counts.num_begun += 1
 
@@ -184,8 +177,8 @@ class BlockSaver:
                 self._retry_at = now + seconds
                 break
             block_id = next(iter(self._postponed))
-            group_id, key, block_computed_at = self._postponed.pop(block_id)
-            if not _has_content(self._manager.block_pool.blocks[block_id], key.digest):
+            group_id, block_hash, key, block_computed_at = self._postponed.pop(block_id)
+            if not _has_content(self._manager.block_pool.blocks[block_id], block_hash):
                 self.counts.num_dropped["evicted"] += 1
                 continue
             if self._offer(SavedBlock(group_id, block_id, key), blocks):

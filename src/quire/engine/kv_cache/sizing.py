@@ -263,6 +263,8 @@ class KVCacheSizes:
     """Number of requests of max_model_len tokens that fit at once; 0 without a KV cache, which sets no limit."""
     adapter_bytes: int = 0
     """Memory of LoRA adapters, of all workers together."""
+    block_bytes: int = 0
+    """Bytes of a block of every group, in the layers of all workers together."""
 
     @property
     def block_size(self) -> int:
@@ -329,7 +331,12 @@ def initialize_kv_caches(config: EngineConfig, executor: Executor) -> KVCacheSiz
         logger.info("no KV cache: texts are computed whole; weights loaded in %.2f s", time.perf_counter() - start)
         return KVCacheSizes(chosen, max_model_len, 0.0, adapter_bytes)
     concurrency = max_concurrency(chosen, max_model_len, step_tokens)
-    sizes = KVCacheSizes(chosen, max_model_len, concurrency, adapter_bytes)
+    block_bytes = sum(
+        len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+        for each in kv_cache_configs
+        for group in each.kv_cache_groups
+    )
+    sizes = KVCacheSizes(chosen, max_model_len, concurrency, adapter_bytes, block_bytes)
     logger.info(
         "KV cache: %.2f GiB, %d blocks of %d tokens, %d tokens, %.2fx concurrency at %d tokens per request; "
         "weights loaded and cache ready in %.2f s",

@@ -38,6 +38,15 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
+    @classmethod
+    def check_config(cls, config: EngineConfig) -> None:
+        of_store, of_peers = config.kv_transfer_config.parts
+        StoreScheduler.check_config(dataclasses.replace(config, kv_transfer_config=of_store))
+        PeerScheduler.check_config(dataclasses.replace(config, kv_transfer_config=of_peers))
+
+    def may_transfer(self, request: Request) -> bool:
+        return any(part.may_transfer(request) for part in self._parts.values())
+
     # -- loads -------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
@@ -47,6 +56,8 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
         matches: list[ExternalMatch] = []
         for name, part in self._parts.items():
+            if not part.may_transfer(request):
+                continue
             match = part.get_num_new_matched_tokens(request, num_computed_tokens)
             if match is None:
                 return None
@@ -107,7 +118,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info or {}
         if PART in info:
-            self._parts[info[PART]].update_connector_output(KVConnectorOutput(info=info["info"]))
+            self._parts[info[PART]].update_connector_output(KVConnectorOutput(info=info["info"], rank=output.rank))
 
     # -- the rest ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The scheduler half of the store: which blocks a directory has, and which are worth writing.
 
-The index is in memory and follows the directory in a thread of its own. The namespace comes from the worker half.
+The index is in memory and follows the directory in a thread of its own. The namespaces come from the worker halves:
+each worker of the engine writes and reads its part of a block, as a record of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.request import Request
 from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.index import StoreIndex, StoreScanner
+from quire.kv_store.index import PartsIndex, StoreScanner
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
@@ -61,11 +63,15 @@ class StoreScheduler(KVConnectorScheduler):
         self._loads = transfer.kv_role != "kv_producer"
         self._saves = transfer.kv_role != "kv_consumer"
         self._skips_salted = bool(extra.get("skip_salted"))
-        self._directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
+        self._directory = _open_directory(config)
         self._budget = WriteBudget(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
         self._payload_bytes: list[int] = []
-        self._index: StoreIndex | None = None
-        """None: the namespace is not known yet."""
+        """Bytes of a block of all workers, per group."""
+        self._num_workers = config.parallel_config.world_size
+        self._identities: dict[int, dict[str, Any]] = {}
+        """Reports of the workers' namespaces, by rank."""
+        self._index: PartsIndex | None = None
+        """None: the namespaces are not known yet."""
         self._scanner: StoreScanner | None = None
         self._generation = 0
         """Number of times that the weights were replaced."""
@@ -75,11 +81,18 @@ class StoreScheduler(KVConnectorScheduler):
         self._rest_ts = float("-inf")
         self._is_resetting = False
 
+    @classmethod
+    def check_config(cls, config: EngineConfig) -> None:
+        _open_directory(config).close()
+
+    def may_transfer(self, request: Request) -> bool:
+        return request.lora_request is None or bool(request.report.adapter_digest)
+
     # -- loads -------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         index = self._index
-        if index is None or not self._loads or request.lora_request is not None:
+        if index is None or not self._loads:
             return NO_MATCH
         num_tokens = find_longest_match(
             self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
@@ -88,27 +101,32 @@ class StoreScheduler(KVConnectorScheduler):
             return NO_MATCH
         return ExternalMatch(num_tokens, "disk")
 
-    def _are_provable(self, request: Request, index: StoreIndex, num_computed_tokens: int, num_tokens: int) -> bool:
+    def _are_provable(self, request: Request, index: PartsIndex, num_computed_tokens: int, num_tokens: int) -> bool:
         """Returns whether each block has a record of some group: its tokens are compared even where none is loaded."""
         if any(spec.reach is None for spec in self.specs):
             return True
         start, stop = num_computed_tokens // self.block_size, (num_computed_tokens + num_tokens) // self.block_size
         groups = range(len(self.specs))
-        return all(any(index.contains(digest, g) for g in groups) for digest in request.block_hashes[start:stop])
+        hashes = stored_hashes(request, self.block_size)[start:stop]
+        return all(any(index.contains(digest, g) for g in groups) for digest in hashes)
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        numbers: dict[str, int] = {}
-        places: list[list[int]] = []
-        for group_id in range(len(self.specs)):
-            row = []
-            for key in order.keys:
-                place = None if self._index is None else self._index.find(key.digest, group_id)
-                if place is None:
-                    row.append(NO_PLACE)
-                else:
-                    row.append(numbers.setdefault(place.extent, len(numbers)) << 32 | place.offset)
-            places.append(row)
-        order.params = {"extents": list(numbers), "places": places}
+        index, groups = self._index, range(len(self.specs))
+        found = [[None if index is None else index.find(key.digest, g) for key in order.keys] for g in groups]
+        parts = []
+        for rank in range(self._num_workers):
+            numbers: dict[str, int] = {}
+            places = [
+                [
+                    NO_PLACE
+                    if of_block is None
+                    else numbers.setdefault(of_block[rank].extent, len(numbers)) << 32 | of_block[rank].offset
+                    for of_block in row
+                ]
+                for row in found
+            ]
+            parts.append({"extents": list(numbers), "places": places})
+        order.params = {"parts": parts}
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
         if self._index is None:
@@ -124,7 +142,7 @@ class StoreScheduler(KVConnectorScheduler):
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if not self._saves or request.lora_request is not None:
+        if not self._saves:
             return False
         params = request.sampling_params
         is_kept_off = (
@@ -163,8 +181,12 @@ class StoreScheduler(KVConnectorScheduler):
         info = output.info
         if not info or info.get("generation") != self._generation or "fingerprint" not in info:
             return
-        self._payload_bytes = list(info["payload_bytes"])
-        index = StoreIndex(self._directory, info["fingerprint"])
+        self._identities[output.rank] = info
+        if len(self._identities) < self._num_workers:
+            return
+        by_rank = [self._identities[rank] for rank in range(self._num_workers)]
+        self._payload_bytes = [sum(sizes) for sizes in zip(*(one["payload_bytes"] for one in by_rank), strict=True)]
+        index = PartsIndex(self._directory, [one["fingerprint"] for one in by_rank])
         if not self._had_namespace:  # once, at the start: the first request is to find what there is
             try:
                 index.scan()
@@ -199,6 +221,12 @@ class StoreScheduler(KVConnectorScheduler):
 
     def _forget_namespace(self) -> None:
         scanner, self._scanner, self._index = self._scanner, None, None
+        self._identities.clear()
         self._saved.clear()
         if scanner is not None:
             scanner.stop()
+
+
+def _open_directory(config: EngineConfig) -> StoreDirectory:
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    return StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])

@@ -393,6 +393,7 @@ class AdapterManager(AdmissionGate):
             case AdapterState.READY:
                 if request.lora_start == UNKNOWN:
                     self._settle_start(request)
+                request.report.adapter_digest = revision.digest
                 if _error_of_resumed(request, revision) is not None or self._may_start(request, revision, now):
                     return True
             case AdapterState.FAILED:

@@ -19,7 +19,8 @@ from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.saver import BlockSaver, SaveCounts, may_be_stored
+from quire.engine.kv_cache.saver import BlockSaver, SaveCounts
+from quire.engine.kv_cache.sizing import KVCacheSizes
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import AdmissionGate
 from quire.engine.transfers import TransferLink
@@ -28,7 +29,6 @@ from quire.kv_transfer_params import FIELD as TRANSFER_PARAMS
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.execution import SchedulerOutput
-from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata
 from quire.wire.stats import KVTransferStats, SchedulerStats
 
@@ -118,13 +118,14 @@ NO_EXCHANGE = NoExchange()
 
 def check_connector(config: EngineConfig) -> None:
     """Raises ConfigError if a connector is configured that cannot work with the rest."""
-    name = config.kv_transfer_config.kv_connector
-    if name is None:
+    name, connector = config.kv_transfer_config.kv_connector, config.kv_transfer_config.connector
+    if connector is None:
         return
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
     if config.observability_config.record is not None:
         raise ConfigError(f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {name!r}")
+    resolve(connector.scheduler).check_config(config)
 
 
 class _Steps:
@@ -198,17 +199,15 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, kv_cache_config: KVCacheConfig, link: TransferLink, manager: KVCacheManager
+        cls, config: EngineConfig, sizes: KVCacheSizes, link: TransferLink, manager: KVCacheManager
     ) -> KVExchange:
         """Returns the exchange of the configured connector."""
         transfer = config.kv_transfer_config
         assert transfer.connector is not None
-        connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups
-        block_bytes = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-        per_token = block_bytes / manager.block_size
+        connector: KVConnectorScheduler = resolve(transfer.connector.scheduler)(config, sizes.config)
+        per_token = sizes.block_bytes / manager.block_size
         cost = LoadCost(per_token, transfer.min_load_tokens, transfer.load_bias, transfer.load_timeout_s)
-        max_pinned = max(1, int(transfer.max_pinned_share * kv_cache_config.num_blocks))
+        max_pinned = max(1, int(transfer.max_pinned_share * sizes.config.num_blocks))
         return cls(connector, manager, link, cost=cost, max_pinned_blocks=max_pinned)
 
     # -- the gate ----------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ class KVExchange(NoExchange, AdmissionGate):
     def _lease(self, request: Request) -> None:
         """Holds the blocks of an ended request for another engine, if they are asked for. They are free, and none was
         given to others since."""
-        lease = self.connector.name_lease(request) if may_be_stored(request) else None
+        lease = self.connector.name_lease(request) if request.lora_request is None else None
         if lease is not None:
             num_tokens = self.leases.grant(request, lease, self.saver.is_being_filled)
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
@@ -310,14 +309,14 @@ class KVExchange(NoExchange, AdmissionGate):
     def begins_load(
         self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
     ) -> bool:
-        if request.skip_reading_prefix_cache or not may_be_stored(request):
+        if request.skip_reading_prefix_cache or not self.connector.may_transfer(request):
             return False
         if self._declined == (request, num_hits) or not self._may_load(request):
             return False
         first = num_hits // self._manager.block_size
         if (first + 1) * self._manager.block_size >= request.num_tokens:
             return False
-        other = self.loader.find(request.block_hashes[first])
+        other = self.loader.find(request, first)
         if other is not None:
             self._waits[request] = other
             return True
@@ -417,7 +416,7 @@ class KVExchange(NoExchange, AdmissionGate):
         self._release(request)
         self.connector.request_started(request)
         self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
-        if not request.skip_reading_prefix_cache and may_be_stored(request):
+        if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
 

@@ -19,7 +19,7 @@ from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
 from quire.kv_store.peer.server import BlockServer, BlockSource, Record
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
 from quire.logger import init_logger
-from quire.wire.kv_peers import RecordName, Release, Renew
+from quire.wire.kv_peers import RecordName, Release, Renew, pack_bits
 from quire.wire.kv_transfer import (
     BlockKey,
     KVConnectorMetadata,
@@ -150,9 +150,16 @@ class PeerLoad:
     """A load of blocks from one peer, by one thread, in order."""
 
     def __init__(
-        self, order: LoadOrder, namespace: Namespace | None, client: PeerClient, mac: RecordMac, report: Report
+        self,
+        order: LoadOrder,
+        rank: int,
+        namespace: Namespace | None,
+        client: PeerClient,
+        mac: RecordMac,
+        report: Report,
     ) -> None:
-        self.order = order
+        """`rank`: the worker, whose part of each block is taken."""
+        self.order, self._rank = order, rank
         self._namespace, self._client, self._mac, self._report = namespace, client, mac, report
         self._is_cancelled = threading.Event()
         self._num_verified = self._num_bytes = 0
@@ -200,8 +207,8 @@ class PeerLoad:
             if block_ids[position]
         ]
         names = [(group, keys[position].digest) for position, group, _ in wanted]
-        is_cancelled, incarnation = self._is_cancelled.is_set, params.get("incarnation", "")
-        with self._client.connect(params["peer"], namespace.fingerprint, incarnation, is_cancelled) as peer:
+        is_cancelled, (address, incarnation) = self._is_cancelled.is_set, params["peers"][self._rank]
+        with self._client.connect(address, namespace.fingerprint, incarnation, is_cancelled) as peer:
             records = peer.fetch(params.get("lease", ""), names, is_cancelled)
             places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
             for ((position, group, block_id), following), (head, payload) in zip(places, records, strict=True):
@@ -261,13 +268,14 @@ class _Tasks:
             del task  # it holds the memory of the KV cache, which may be released now
 
 
-def address_of(listen: str, engine_index: int) -> str:
-    """Returns the address that one of several engines listens at: their ports or paths follow one another."""
+def address_of(listen: str, index: int) -> str:
+    """Returns the address that one of several workers of all engines listens at: their ports or paths follow one
+    another."""
     head, _, port = listen.rpartition(":")
-    if not engine_index or listen.endswith(":0"):
+    if not index or listen.endswith(":0"):
         return listen
     is_port = listen.startswith("tcp://") and port.isdecimal()
-    return f"{head}:{int(port) + engine_index}" if is_port else f"{listen}.{engine_index}"
+    return f"{head}:{int(port) + index}" if is_port else f"{listen}.{index}"
 
 
 class PeerWorker(RecordWorker):
@@ -283,7 +291,8 @@ class PeerWorker(RecordWorker):
         self._leases = LeasedBlocks(self.directory.key, extra["kv_lease_duration"], self._identify_self, self.end)
         self._server = None
         if config.kv_transfer_config.kv_role != "kv_consumer":
-            address = address_of(extra["listen"], config.parallel_config.engine_index)
+            parallel = config.parallel_config
+            address = address_of(extra["listen"], parallel.engine_index * parallel.world_size + rank)
             self._server = BlockServer(self._leases, self.directory.key, address, extra["engine_id"])
         self._tiers: list[str] = extra["tiers"]
         self._rests_until: dict[str, float] = {}
@@ -299,7 +308,7 @@ class PeerWorker(RecordWorker):
         for transfer_id in orders.cancels:
             self.cancel(transfer_id)
         for load in orders.loads:
-            task = PeerLoad(load, namespace, self._client, self._mac, self.end)
+            task = PeerLoad(load, self.rank, namespace, self._client, self._mac, self.end)
             self.begin(load.load_id, task)
             self._loads.put(task.run)
         for save in orders.saves:
@@ -307,8 +316,8 @@ class PeerWorker(RecordWorker):
         params = orders.params or {}
         for request_id, keys in params.get("ask", {}).items():
             self._asks.put(partial(self._ask, request_id, keys, namespace))
-        for lease, address, incarnation in params.get("keep", ()):
-            self._keeper.put(partial(self._kept.__setitem__, lease, (address, incarnation)))
+        for lease, sites in params.get("keep", ()):
+            self._keeper.put(partial(self._kept.__setitem__, lease, tuple(sites[self.rank])))
         for lease in params.get("release", ()):
             self._keeper.put(partial(self._release, lease))
 
@@ -344,12 +353,12 @@ class PeerWorker(RecordWorker):
 
     def _ask(self, request_id: str, keys: list[RecordName], namespace: Namespace | None) -> None:
         """Asks all tiers which blocks they have, and reports it: one that does not answer has none."""
-        found: dict[str, list[bool]] = {}
+        found: dict[str, bytes] = {}
         for address in self._tiers:
             if namespace is None or self._is_resting(address):
                 continue
             try:
-                found[address] = self._ask_one(address, keys, namespace)
+                found[address] = pack_bits(self._ask_one(address, keys, namespace))
             except Exception as e:  # a request waits for the answer
                 logger.warning("the block server %s is not asked for %.0f s: %s", address, REST_S, e)
                 self._rest(address)

@@ -173,7 +173,9 @@ class RecordWorker(KVConnectorWorker):
         assert self._memory is not None
         try:
             digests = FileDigests(self.directory.path)
-            fingerprint = compute_fingerprint(self.config, self._memory, model_dir, digests, loaded_ns, is_stopped)
+            fingerprint = compute_fingerprint(
+                self.config, self.rank, self._memory, model_dir, digests, loaded_ns, is_stopped
+            )
         except HashingStoppedError:
             return
         except (OSError, ChangedFileError) as e:
@@ -207,18 +209,20 @@ def lower_priority() -> None:
 
 def compute_fingerprint(
     config: EngineConfig,
+    rank: int,
     memory: KVCacheMemory,
     model_dir: Path,
     digests: FileDigests,
     loaded_ns: int,
     is_stopped: Callable[[], bool],
 ) -> bytes:
-    """Returns the fingerprint of blocks that are computed with the weights of `model_dir`, which were read after
-    `loaded_ns`. Hashes weights that were not hashed before.
+    """Returns the fingerprint of a worker's part of blocks that are computed with the weights of `model_dir`, which
+    were read after `loaded_ns`. Hashes weights that were not hashed before.
 
     Raises OSError, and what `FileDigests.digest_files` raises.
     """
     model, drafting = config.model_config, config.speculative_config.drafting
+    parallel = config.parallel_config
     weights: dict[str, Any] = {"seed": model.seed}  # of random weights
     if config.load_config.load_format != "dummy":
         weights = {"model": _digest_weights(model_dir, digests, loaded_ns, is_stopped)}
@@ -232,6 +236,7 @@ def compute_fingerprint(
         "dtype": resolve_dtype_name(model, "cpu"),
         "quantization": model.quantization,
         "implementation": model.implementation.name,
+        "part": [rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "attention": memory.backend.name,
         **memory.backend.kernels.identity,
         "code": _digest_code(),

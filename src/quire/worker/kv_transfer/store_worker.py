@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.kv_store.access import RecordReader, StoreWriter
+from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.record import RecordMac
 from quire.logger import init_logger
@@ -43,7 +43,7 @@ class StoreWorker(RecordWorker):
             self.cancel(transfer_id)
         for load in orders.loads:
             reader = RecordReader(self.directory, self._mac)
-            task = Load(load, self.namespace, reader, self.end)
+            task = Load(load, self.rank, self.namespace, reader, self.end)
             self.begin(load.load_id, task)
             self._io.submit_load(task, len(load.keys))
         for save in orders.saves:
@@ -94,10 +94,11 @@ class _IOThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run_loads(self) -> None:
-        buffer = bytearray()
+        buffer = RecordBuffer()
         while (task := self.loads.get()) is not None:
             task.run_share(buffer)
             del task  # it holds the memory of the KV cache, which may be released now
+        buffer.close()
 
     def _run_saves(self) -> None:
         lower_priority()

@@ -1,8 +1,5 @@
-"""Loads and saves of the store: records to blocks of the KV cache, and back.
-
-A record passes through a buffer of its thread. A tag over one piece of memory is computed without the interpreter's
-lock; over the many pieces of a block (keys and values of each layer) it is not, and two threads are no faster than one.
-"""
+"""Loads and saves of the store: records to blocks of the KV cache, and back. A record passes through a buffer of its
+thread."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv_store.access import GONE, RecordReader, StoreWriter
+from quire.kv_store.access import GONE, RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.record import InvalidRecordError, RecordHeader, make_header, seal_extra_keys
 from quire.logger import init_logger
 from quire.wire.kv_transfer import (
@@ -45,6 +42,13 @@ class BlockBytes:
         self._parts = parts
         self.payload_bytes = [sum(part.shape[1] for part in group) for group in parts]
         """Bytes of a block, per group."""
+        self._memory = [
+            [(part.reshape(-1).data, part.shape[1]) for part in group]
+            if all(part.flags.c_contiguous for part in group)
+            else None
+            for group in parts
+        ]
+        """Memory of each part and its bytes in a block, which cost less to slice than rows. None: not in one piece."""
 
     @staticmethod
     def of_memory(memory: KVCacheMemory) -> BlockBytes:
@@ -54,16 +58,24 @@ class BlockBytes:
             parts[group] += memory.backend.block_views(memory.caches[name])
         return BlockBytes(parts)
 
+    def pieces(self, group: int, block_id: int) -> list[memoryview]:
+        """Returns the memory of one block of a group: keys and values of each layer in order."""
+        memory = self._memory[group]
+        if memory is None:
+            return [part[block_id].data for part in self._parts[group]]
+        return [data[block_id * size : (block_id + 1) * size] for data, size in memory]
+
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
-        source, start = np.frombuffer(payload, np.uint8), 0
+        start = 0
         for part in self._parts[group]:
-            part[block_id] = source[start : start + part.shape[1]]
+            part[block_id] = np.frombuffer(payload, np.uint8, part.shape[1], start)
             start += part.shape[1]
 
     def copy_out(self, group: int, block_id: int) -> memoryview:
-        """Returns a copy of the bytes of one block of a group."""
-        return np.concatenate([part[block_id] for part in self._parts[group]]).data
+        """Returns a copy of the bytes of one block of a group. A stage without layers of the group has none."""
+        parts = [part[block_id] for part in self._parts[group]]
+        return np.concatenate(parts).data if parts else memoryview(b"")
 
 
 class Namespace:
@@ -115,7 +127,10 @@ class _Positions:
 class Load:
     """A load that several threads share. Positions are taken in order; the first that fails ends it."""
 
-    def __init__(self, order: LoadOrder, namespace: Namespace | None, reader: RecordReader, report: Report) -> None:
+    def __init__(
+        self, order: LoadOrder, rank: int, namespace: Namespace | None, reader: RecordReader, report: Report
+    ) -> None:
+        """`rank`: the worker, whose part of each block is read."""
         self.order = order
         self._namespace, self._reader, self._report = namespace, reader, report
         self._lock = threading.Lock()
@@ -124,12 +139,13 @@ class Load:
         self._is_cancelled = self._is_reported = False
         self._num_bytes, self._start_ts, self._progress_ts = 0, 0.0, 0.0
         self._num_accepted, self._num_rejected = 0, Counter[str]()
-        params = order.params or {}
-        self._extents: Sequence[str] = params.get("extents", ())
-        self._places: Sequence[Sequence[int]] = params.get("places", ())
+        parts = (order.params or {}).get("parts", ())
+        part = parts[rank] if rank < len(parts) else {}
+        self._extents: Sequence[str] = part.get("extents", ())
+        self._places: Sequence[Sequence[int]] = part.get("places", ())
         """Per group, of each position: the extent's index and the offset in it, or NO_PLACE."""
 
-    def run_share(self, buffer: bytearray) -> None:
+    def run_share(self, buffer: RecordBuffer) -> None:
         """Reads positions until there are none left; each record by way of `buffer`."""
         with self._lock:
             if self._is_reported:
@@ -164,7 +180,7 @@ class Load:
             num_verified = self._positions.num_verified
         self._report(KVConnectorOutput(progress={self.order.load_id: num_verified}))
 
-    def _read(self, position: int, buffer: bytearray) -> str:
+    def _read(self, position: int, buffer: RecordBuffer) -> str:
         """Reads the blocks of a position. Returns the reason for which they cannot be used, or ""."""
         key, namespace = self.order.keys[position], self._namespace
         if namespace is None:
@@ -173,8 +189,8 @@ class Load:
         try:
             for group, block_ids in enumerate(self.order.block_ids):
                 if block_ids[position]:
-                    payload = self._read_record(namespace, group, position, buffer)
-                    namespace.blocks.copy_in(group, block_ids[position], payload)
+                    start = self._read_record(namespace, group, position, buffer)
+                    buffer.copy_to(start, namespace.blocks.pieces(group, block_ids[position]))
                     is_proven = True
             if not is_proven:
                 self._prove_identity(namespace, position, buffer)
@@ -186,7 +202,7 @@ class Load:
             return "io"
         return ""
 
-    def _prove_identity(self, namespace: Namespace, position: int, buffer: bytearray) -> None:
+    def _prove_identity(self, namespace: Namespace, position: int, buffer: RecordBuffer) -> None:
         """Compares the record of a block that no group needs. Raises InvalidRecordError."""
         for group, places in enumerate(self._places):
             if places[position] != NO_PLACE:
@@ -194,14 +210,14 @@ class Load:
                 return
         raise InvalidRecordError(GONE, "no record proves the block")
 
-    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: bytearray) -> memoryview:
-        """Returns the payload of a group's record. Raises InvalidRecordError."""
+    def _read_record(self, namespace: Namespace, group: int, position: int, buffer: RecordBuffer) -> int:
+        """Reads a group's record. Returns where its payload begins in `buffer`. Raises InvalidRecordError."""
         place = self._places[group][position]
         if place == NO_PLACE:
             raise InvalidRecordError(GONE, "the record is not in the index any more")
         header = namespace.header_of(group, self.order.keys[position])
         try:
-            payload = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
+            start = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, buffer)
         except InvalidRecordError as e:
             with self._lock:
                 self._num_rejected[e.reason] += e.reason != GONE
@@ -209,7 +225,7 @@ class Load:
         with self._lock:
             self._num_accepted += 1
             self._num_bytes += header.record_bytes
-        return payload
+        return start
 
     def _finish_if_idle(self) -> None:
         """Reports the end once no thread reads, and none will. The caller holds the lock."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from quire.engine.kv_cache.block import KVCacheMetricsCollector
 from quire.engine.kv_cache.hashing import HashFunction, make_block_hasher
 from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.request import RequestReport
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.block_hash import BlockHash, hash_block
@@ -41,6 +42,7 @@ class ModelRequest:
     block_size: int = BLOCK_SIZE
     hash_function: HashFunction = hash_block
     block_hashes: list[BlockHash] = field(default_factory=list)
+    report: RequestReport = field(default_factory=RequestReport)
 
     def __post_init__(self) -> None:
         self.append()

@@ -44,7 +44,8 @@ def test_longest_match_is_the_longest(kinds: tuple[int, ...]) -> None:
         num_tokens, start = rng.randint(1, 60), rng.randint(0, 4)
         num_blocks = num_tokens // SIZE
         stored = {(g, i) for g in range(len(kinds)) for i in range(num_blocks) if rng.random() < 0.85}
-        request: Any = SimpleNamespace(num_tokens=num_tokens, block_hashes=[bytes([i]) for i in range(num_blocks)])
+        hashes = [bytes([i]) for i in range(num_blocks)]
+        request: Any = SimpleNamespace(num_tokens=num_tokens, block_hashes=hashes, lora_request=None)
         match = find_longest_match(specs, request, start * SIZE, lambda g, digest, s=stored: (g, digest[0]) in s)
         right = longest_by_trying(specs, start, num_tokens, stored) if start * SIZE < num_tokens else 0
         assert match == right, f"seed {seed}"
@@ -53,5 +54,5 @@ def test_longest_match_is_the_longest(kinds: tuple[int, ...]) -> None:
 
 
 def test_the_last_token_is_never_matched() -> None:
-    request: Any = SimpleNamespace(num_tokens=8, block_hashes=[b"a", b"b"])
+    request: Any = SimpleNamespace(num_tokens=8, block_hashes=[b"a", b"b"], lora_request=None)
     assert find_longest_match([spec(0)], request, 0, lambda group, digest: True) == 4

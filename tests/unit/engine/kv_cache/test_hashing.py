@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.kv_cache.hashing import block_extra_keys, make_block_hasher
+from quire.engine.kv_cache.hashing import block_extra_keys, make_block_hasher, stored_hashes
 from quire.engine.request import Request
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
@@ -169,6 +169,52 @@ def test_blocks_before_an_adapter_begins_are_the_base_model_s() -> None:
     assert never.block_hashes == base.block_hashes
     at_a_border = ModelRequest("r", letters("ABCDEFGHIJKL"), lora_request=LORA, lora_start=4, lora_revision=2)
     assert [block_extra_keys(at_a_border, i, 4) for i in range(3)] == [None, lora, lora]
+
+
+def stored_of(digest: str, lora: LoRARequest | None = LORA, start: int = 0, revision: int = 1) -> list[bytes]:
+    request: Any = ModelRequest(
+        "r", letters("ABCDEFGHIJKLM"), lora_request=lora, lora_start=start, lora_revision=revision
+    )
+    request.report.adapter_digest = digest
+    return stored_hashes(request, 4)
+
+
+def test_outside_the_engine_an_adapter_counts_by_its_content() -> None:
+    """Not by its name, its path or the number of its revision; without one hashes are those in the cache."""
+    base = ModelRequest("r", letters("ABCDEFGHIJKLM")).block_hashes
+    assert stored_of("", None) == base
+    assert stored_of("") == [], "it was not loaded yet"
+    first = stored_of("aa")
+    assert first == stored_of("aa", LoRARequest("other", 9, "/elsewhere"), revision=3)
+    assert (
+        len(
+            {
+                *first,
+                *stored_of("bb"),
+                *base,
+                *ModelRequest("r", letters("ABCDEFGHIJKL"), lora_request=LORA).block_hashes,
+            }
+        )
+        == 12
+    )
+    late = stored_of("aa", start=6)
+    assert late[0] == base[0], "before it begins the base model computes"
+    assert late[1:] != stored_of("aa", start=7)[1:]
+    assert stored_of("aa", start=NEVER) == base
+
+
+def test_hashes_outside_the_engine_follow_tokens_and_other_files() -> None:
+    request = Request(
+        EngineCoreRequest("r", letters("ABCD"), SamplingParams(), None, 0.0, lora_request=LORA), make_block_hasher(4)
+    )
+    request.report.adapter_digest = "aa"
+    assert len(stored_hashes(request, 4)) == 1
+    request.append_output_token_ids(letters("EFGH"))
+    assert stored_hashes(request, 4) == stored_of("aa")[:2]
+    request.bind_adapter((1, 2))
+    assert stored_hashes(request, 4) == [], "the files of another revision are not known yet"
+    request.report.adapter_digest = "bb"
+    assert stored_hashes(request, 4) == stored_of("bb")[:2]
 
 
 def test_image_hash_tells_equal_placeholders_apart() -> None:

@@ -13,10 +13,12 @@ from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError
+from quire.kv_transfer_params import parse_transfer_params
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from quire.wire.kv_peers import pack_bits
 from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
 
 SIZE = 4
@@ -33,14 +35,15 @@ OFFER = {
 class Half:
     """The scheduler half, with an identity."""
 
-    def __init__(self, *specs: AnyKVCacheSpec, role: str = "kv_both", **extra: Any) -> None:
+    def __init__(self, *specs: AnyKVCacheSpec, role: str = "kv_both", num_workers: int = 1, **extra: Any) -> None:
         transfer = {
             "kv_connector": "NixlConnector",
             "kv_role": role,
             "engine_id": "E",
             "kv_connector_extra_config": {"path": "unused", "peers": ["10.0.0.0/8"], **extra},
         }
-        config = EngineArgs("demo", kv_transfer_config=transfer).create_engine_config()
+        args = EngineArgs("demo", kv_transfer_config=transfer, tensor_parallel_size=num_workers)
+        config = args.create_engine_config()
         groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs or [FULL])]
         self.half = PeerScheduler(config, KVCacheConfig(10, [], groups))
         self.half.update_connector_output(KVConnectorOutput(info=IDENTITY))
@@ -60,8 +63,8 @@ class Half:
 def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_starts() -> None:
     half = Half()
     request = half.add(OFFER)
-    assert half.half.build_connector_meta() == {"keep": [("lease", ADDRESS, "i")]}
-    load = {"peer": ADDRESS, "lease": "lease", "incarnation": "i"}
+    assert half.half.build_connector_meta() == {"keep": [("lease", [(ADDRESS, "i")])]}
+    load = {"peers": [(ADDRESS, "i")], "lease": "lease"}
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", load)
     assert half.match(request, 8) == ExternalMatch(20, f"p2p:{ADDRESS}", load)
     assert half.match(request, 28) == NO_MATCH
@@ -133,7 +136,7 @@ def test_a_peer_that_cannot_be_used_rests(monkeypatch: pytest.MonkeyPatch) -> No
     half = Half()
     request, now = half.add(OFFER), 50.0
     monkeypatch.setattr("quire.engine.kv_cache.peer_scheduler.time.monotonic", lambda: now)
-    order = LoadOrder(1, "p2p", 0, [], [], {"peer": ADDRESS})
+    order = LoadOrder(1, "p2p", 0, [], [], {"peers": [(ADDRESS, "i")]})
     half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="gone"))
     assert half.match(request) is not NO_MATCH
     half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="refused"))
@@ -152,9 +155,10 @@ def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
     assert message == {"ask": {"r": [(group, digest) for group in (0, 1) for digest in request.block_hashes]}}
     assert half.match(request) is None
     assert not half.half.asks_again
-    has = {"tcp://a:1": [True] * 5 + [False] * 9, "tcp://b:1": [True] * 6 + [False] + [True] * 6 + [False]}
+    bits = {"tcp://a:1": [True] * 5 + [False] * 9, "tcp://b:1": [True] * 6 + [False] + [True] * 6 + [False]}
+    has = {address: pack_bits(each) for address, each in bits.items()}
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"other": {}, "r": has}}))
-    assert half.match(request) == ExternalMatch(24, "p2p:tcp://b:1", {"peer": "tcp://b:1"})
+    assert half.match(request) == ExternalMatch(24, "p2p:tcp://b:1", {"peers": [("tcp://b:1", "")]})
     assert half.match(request, 24) == NO_MATCH
     half.half.request_started(request)
     assert half.match(request) == NO_MATCH
@@ -166,6 +170,56 @@ def test_a_server_that_has_not_answered_has_nothing() -> None:
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"r": {}}}))
     assert half.match(request) == NO_MATCH
     assert half.match(half.add(num_tokens=4)) == NO_MATCH, "there is no whole block before the last token"
+
+
+# -- several workers -----------------------------------------------------------------------------------------------
+
+OTHER = IDENTITY | {"fingerprint": b"g" * 32, "listen": "tcp://127.0.0.1:98", "incarnation": "j"}
+RANKS = {"remote_ranks": [["10.0.0.9", 5601, "j"]]}
+
+
+def test_each_worker_takes_from_the_one_of_its_rank() -> None:
+    half = Half(num_workers=2)
+    assert half.match(half.add(OFFER | RANKS)) == NO_MATCH, "one worker has not reported what its blocks are"
+    half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
+    request, sites = half.add(OFFER | RANKS), [(ADDRESS, "i"), ("tcp://10.0.0.9:5601", "j")]
+    assert half.half.build_connector_meta() == {"keep": [("lease", sites)]}
+    assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", {"peers": sites, "lease": "lease"})
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, {"remote_ranks": [*RANKS["remote_ranks"]] * 2}, {"remote_ranks": [["11.0.0.9", 5601, "j"]]}]
+)
+def test_other_numbers_of_workers_and_hosts_that_are_no_peers_are_none(ranks: dict[str, Any]) -> None:
+    half = Half(num_workers=2)
+    half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
+    assert half.match(half.add(OFFER | ranks)) == NO_MATCH
+    assert half.half.build_connector_meta() is None, "nothing is connected to"
+
+
+def test_a_server_must_have_the_parts_of_all_workers() -> None:
+    half = Half(num_workers=2, tiers=["tcp://a:1", "tcp://b:1"])
+    half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
+    request = half.add()
+    bits = [[True] * 6 + [False], [True] * 3 + [False] + [True] * 3]
+    for rank, each in enumerate(bits):
+        assert half.match(request) is None
+        have = {"r": {"tcp://a:1": pack_bits(each)} | ({} if rank else {"tcp://b:1": pack_bits([True] * 7)})}
+        half.half.update_connector_output(KVConnectorOutput(info={"have": have}, rank=rank))
+    assert half.match(request) == ExternalMatch(12, "p2p:tcp://a:1", {"peers": [("tcp://a:1", "")] * 2})
+
+
+def test_an_answer_says_where_each_worker_serves() -> None:
+    half = Half(num_workers=2)
+    request = end(half.add({"do_remote_decode": True}))
+    assert half.half.name_lease(request) is None
+    half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
+    assert half.half.name_lease(request) is not None
+    answer = half.half.make_transfer_params(request, "lease", 28)
+    assert answer is not None
+    assert (answer["remote_port"], answer["remote_incarnation"], answer["tp_size"]) == (99, "i", 2)
+    assert answer["remote_ranks"] == [("127.0.0.1", 98, "j")]
+    assert parse_transfer_params(answer).remote_ranks == [("127.0.0.1", 98, "j")]
 
 
 # -- leases --------------------------------------------------------------------------------------------------------

@@ -34,9 +34,12 @@ WINDOW = SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=6)
 class Store:
     """The scheduler half, and a writer that stands for the worker half."""
 
-    def __init__(self, directory: Path, specs: list[AnyKVCacheSpec], **extra: Any) -> None:
+    def __init__(
+        self, directory: Path, specs: list[AnyKVCacheSpec], flags: dict[str, Any] | None = None, **extra: Any
+    ) -> None:
         config = EngineArgs(
             "demo",
+            **(flags or {}),
             kv_transfer_config={
                 "kv_connector": "StoreConnector",
                 "kv_role": extra.pop("kv_role", "kv_both"),
@@ -46,23 +49,24 @@ class Store:
         groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)]
         self.half = StoreScheduler(config, KVCacheConfig(10, [], groups))
         self.directory = StoreDirectory.open(directory, 1 << 30)
-        self.writer: ExtentWriter | None = None
+        self.writers: dict[bytes, ExtentWriter] = {}
         self.num_groups = len(specs)
 
-    def identify(self, generation: int = 0, fingerprint: bytes = FINGERPRINT) -> None:
+    def identify(self, generation: int = 0, fingerprint: bytes = FINGERPRINT, rank: int = 0) -> None:
         info = {
             "fingerprint": fingerprint,
             "generation": generation,
             "payload_bytes": [PAYLOAD_BYTES] * self.num_groups,
         }
-        self.half.update_connector_output(KVConnectorOutput(info=info))
+        self.half.update_connector_output(KVConnectorOutput(info=info, rank=rank))
 
-    def write(self, request: ModelRequest, blocks: list[int], group: int = 0) -> None:
-        self.writer = self.writer or self.directory.create_extent(FINGERPRINT)
+    def write(self, request: ModelRequest, blocks: list[int], group: int = 0, fingerprint: bytes = FINGERPRINT) -> None:
+        if fingerprint not in self.writers:
+            self.writers[fingerprint] = self.directory.create_extent(fingerprint)
         for index in blocks:
             digest = request.block_hashes[index]
-            header = make_header(FINGERPRINT, digest, None, group, [1], PAYLOAD_BYTES)
-            self.writer.append(header, [memoryview(bytes(PAYLOAD_BYTES))])
+            header = make_header(fingerprint, digest, None, group, [1], PAYLOAD_BYTES)
+            self.writers[fingerprint].append(header, [memoryview(bytes(PAYLOAD_BYTES))])
         if self.half._index is not None:
             self.half._index.scan()
 
@@ -113,7 +117,6 @@ def test_what_the_directory_has_is_matched_up_to_the_first_gap(stores: Any) -> N
     assert store.half.count_stored() == (8, store.directory.count_bytes())
     assert store.num_matched(request) == 32
     assert store.num_matched(request_of(32)) == 28, "the last token is computed"
-    assert store.num_matched(request_of(33, lora_request=LoRARequest("a", 1, "/a"))) == 0
 
 
 def test_a_window_needs_only_what_it_reads_but_a_proof_of_all(stores: Any) -> None:
@@ -139,8 +142,9 @@ def test_an_order_says_where_the_records_are(stores: Any) -> None:
     order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(4)], [[1, 2, 3, 4]])
     store.half.update_state_after_alloc(cast(Request, request), order)
     assert order.params is not None
-    assert order.params["extents"] == [store.writer.name]
-    (places,) = order.params["places"]
+    (part,) = order.params["parts"]
+    assert part["extents"] == [store.writers[FINGERPRINT].name]
+    (places,) = part["places"]
     assert [place == NO_PLACE for place in places] == [False, False, True, False]
     assert places[0] == 0
     assert places[0] < places[1] < places[3]
@@ -187,7 +191,78 @@ def test_what_is_kept_off(stores: Any) -> None:
     assert not store.half.wants_saves(cast(Request, request_of(17, cache_salt="s")))
     kept_off = request_of(17, sampling_params=SamplingParams(extra_args={"kv_store": False}))
     assert not store.half.wants_saves(cast(Request, kept_off))
-    assert not store.half.wants_saves(cast(Request, request_of(17, lora_request=LoRARequest("a", 1, "/a"))))
+
+
+def test_blocks_with_an_adapter_are_known_once_its_content_is(stores: Any) -> None:
+    store = stores()
+    store.identify()
+    request: Any = request_of(17, lora_request=LoRARequest("a", 1, "/a"))
+    assert store.half.may_transfer(request_of(17))
+    assert not store.half.may_transfer(request)
+    request.report.adapter_digest = "aa"
+    assert store.half.may_transfer(request)
+
+
+TWO_WORKERS = {"tensor_parallel_size": 2}
+OTHER = hashlib.sha256(b"the second worker's").digest()
+
+
+def test_of_several_workers_all_must_have_a_block(stores: Any) -> None:
+    store, request = stores(flags=TWO_WORKERS), request_of(17)
+    store.write(request, [0, 1, 2, 3])
+    store.write(request, [0, 1, 3], fingerprint=OTHER)
+    store.identify()
+    assert store.num_matched(request) == 0, "the second worker's namespace is not known"
+    assert store.half.seconds_to_save() == math.inf
+    store.identify(fingerprint=OTHER, rank=1)
+    assert store.num_matched(request) == 8
+    assert [store.wants(request, i) for i in (0, 2, 3)] == [False, True, False]
+    assert store.half.count_stored()[0] == 3, "of the worker that has least"
+    store.write(request, [2], fingerprint=OTHER)
+    assert store.num_matched(request) == 16
+
+
+def test_an_order_says_where_each_workers_records_are(stores: Any) -> None:
+    store, request = stores(flags=TWO_WORKERS), request_of(17)
+    store.write(request, [0, 1, 2])
+    store.write(request, [2, 0], fingerprint=OTHER)
+    for rank, fingerprint in enumerate((FINGERPRINT, OTHER)):
+        store.identify(fingerprint=fingerprint, rank=rank)
+    order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(3)], [[1, 2, 3]])
+    store.half.update_state_after_alloc(cast(Request, request), order)
+    assert order.params is not None
+    first, second = order.params["parts"]
+    assert [first["extents"], second["extents"]] == [[store.writers[f].name] for f in (FINGERPRINT, OTHER)]
+    ((a, b, c),), ((d, e, f),) = first["places"], second["places"]
+    assert (a, b, d > f, e, f) == (0, NO_PLACE, True, NO_PLACE, 0)
+    assert c > a
+
+
+def test_what_one_worker_could_not_read_all_write_again(stores: Any) -> None:
+    store, request = stores(flags=TWO_WORKERS), request_of(13)
+    for rank, fingerprint in enumerate((FINGERPRINT, OTHER)):
+        store.write(request, [0, 1, 2], fingerprint=fingerprint)
+        store.identify(fingerprint=fingerprint, rank=rank)
+    assert store.num_matched(request) == 12
+    order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(3)], [[1, 2, 3]])
+    store.half.on_load_finished(order, LoadResult(1, 1, "partial", reason="mac"))
+    assert store.num_matched(request) == 4
+    assert store.wants(request, 1)
+
+
+def test_new_weights_are_known_when_all_workers_have_them(stores: Any) -> None:
+    store, request = stores(flags=TWO_WORKERS), request_of(13)
+    for rank, fingerprint in enumerate((FINGERPRINT, OTHER)):
+        store.write(request, [0, 1, 2], fingerprint=fingerprint)
+        store.identify(fingerprint=fingerprint, rank=rank)
+    store.half.set_weights("/new")
+    store.identify(generation=1)
+    store.identify(generation=0, fingerprint=OTHER, rank=1)  # of the old weights, late
+    assert store.num_matched(request) == 0
+    assert store.half.seconds_to_save() == math.inf
+    store.identify(generation=1, fingerprint=OTHER, rank=1)
+    store.half._index.scan()
+    assert store.num_matched(request) == 12
 
 
 def test_roles(stores: Any) -> None:

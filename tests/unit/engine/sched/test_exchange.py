@@ -47,9 +47,12 @@ class Clock:
 class Engine:
     """A core with a store, whose transfers a test moves. Outputs are compared with the model's."""
 
-    def __init__(self, tier: FakeTier, *, num_blocks: int = 40, max_num_seqs: int = 4, **transfer: Any) -> None:
+    def __init__(
+        self, tier: FakeTier, *, num_blocks: int = 40, max_num_seqs: int = 4, workers: int = 1, **transfer: Any
+    ) -> None:
         options = {"min_load_tokens": 1, "load_bias": 1e9, "max_pinned_share": 1.0} | transfer
-        config = KVTransferConfig(kv_connector="FakeTier", kv_connector_extra_config={"tier": "test"}, **options)
+        extra = {"tier": "test", "workers": workers}
+        config = KVTransferConfig(kv_connector="FakeTier", kv_connector_extra_config=extra, **options)
         self.core = EngineCore(make_config(config, num_blocks, max_num_seqs), FakeExecutor, True)
         executor: Any = self.core.executor
         scheduler: Any = self.core.scheduler
@@ -380,6 +383,66 @@ def test_a_hung_source_costs_a_bound_and_then_rests(filled: FakeTier) -> None:
     engine.finish()
     assert engine.held() == {}
     assert engine.transfers.num_loads == {"failed": 1}
+
+
+@pytest.fixture
+def of_two(tier: FakeTier) -> FakeTier:
+    """A store that has the parts of two workers of PROMPT and its answer."""
+    engine = Engine(tier, workers=2)
+    engine.add("first", max_tokens=10)
+    engine.finish()
+    engine.core.shutdown()
+    assert len(tier.records) == 18
+    return tier
+
+
+def test_a_load_ends_with_the_last_of_several_workers(of_two: FakeTier) -> None:
+    engine = begin(of_two, workers=2)
+    worker: Any = engine.worker
+    while worker.ranks[0].advance():
+        pass
+    engine.step()
+    assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.core.is_blocked()
+    while worker.ranks[1].advance():
+        pass
+    engine.worker.advance()
+    engine.finish()
+    assert engine.prefills["a"] == PrefillStats(30, 2, 0, 28, {"disk": 28})
+    engine.add("b")
+    engine.finish()
+    assert engine.prefills["b"] == PrefillStats(30, 2, 28), "from the cache"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_of_several_workers_cannot_read_all_compute(of_two: FakeTier, rank: int) -> None:
+    tokens = tuple(PROMPT[12:16])
+    place = next(p for p, r in of_two.records.items() if r.key.token_ids == tokens and r.namespace == f"#{rank}")
+    del of_two.records[place]
+    engine = begin(of_two, workers=2)
+    engine.finish()
+    assert engine.prefills["a"] == PrefillStats(30, 18, 0, 12, {"disk": 12})
+    assert engine.transfers.num_rejected_records == {"io": 1}
+    assert place in of_two.records, "it was computed, and saved again"
+
+
+def test_one_of_several_workers_that_hangs_costs_what_a_hung_source_does(of_two: FakeTier) -> None:
+    engine = begin(of_two, workers=2)
+    worker: Any = engine.worker
+    (transfer,) = worker.ranks[1].active.values()
+    transfer.manner = "wedged"
+    while worker.ranks[0].advance():
+        pass
+    engine.clock.now += 2.0
+    engine.step()  # the cancel
+    engine.clock.now += 0.05
+    engine.step()
+    assert engine.status("a") is RequestStatus.RUNNING, "it computes now"
+    assert engine.held()["zombie"] == 7, "one of them writes yet"
+    worker.free()
+    engine.move()
+    engine.finish()
+    assert engine.held() == {}
 
 
 def test_a_second_end_of_a_load_is_ignored(filled: FakeTier) -> None:
