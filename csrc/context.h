@@ -26,12 +26,12 @@ struct KernelTable {
     const char* name;
     void (*linear)(qk_context&, const qk_linear_args&);
     void (*grouped_linear)(qk_context&, const GroupedLinearArgs&);
+    void (*attention)(qk_context&, const qk_attention_args&);
     void (*batched_linear)(qk_context&, const qk_batched_linear_args&);
     void (*rms_norm)(qk_context&, const qk_rms_norm_args&);
     void (*layer_norm)(qk_context&, const qk_layer_norm_args&);
     void (*rotate)(qk_context&, const qk_rotate_args&);
     void (*activation)(qk_context&, const qk_activation_args&);
-    void (*attention)(qk_context&, const qk_attention_args&);
     void (*route)(qk_context&, const qk_route_args&);
     void (*experts)(qk_context&, const qk_experts_args&);
     void (*sample)(qk_context&, const qk_sample_args&);

@@ -11,9 +11,10 @@
 #undef QK_ISA
 
 #define QK_ALL_BUT_PRODUCTS(isa)                                                                              \
-    isa::batched_linear, isa::rms_norm, isa::layer_norm, isa::rotate, isa::activation, isa::attention, isa::route, isa::experts, isa::sample, \
+    isa::batched_linear, isa::rms_norm, isa::layer_norm, isa::rotate, isa::activation, isa::route, isa::experts, isa::sample, \
         isa::logprobs, isa::read_memory, isa::gather_low_rank
-#define QK_ALL(isa) {#isa, isa::linear, isa::grouped_linear, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::grouped_quantized_linear}
+#define QK_ALL(isa) \
+    {#isa, isa::linear, isa::grouped_linear, isa::attention, QK_ALL_BUT_PRODUCTS(isa), isa::multiply_bf16, isa::grouped_quantized_linear}
 
 #ifdef QK_X86
 #define QK_DECLARE(isa)                                                     \
@@ -50,13 +51,17 @@ namespace {
 
 #ifdef QK_X86
 
-// On AMX only bfloat16 matrices differ from AVX-512 with bfloat16.
+// On AMX only products of bfloat16 matrices differ from AVX-512 with bfloat16: of weights, and of keys and values.
 void linear_on_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx::linear(context, args) : avx512_bf16::linear(context, args);
 }
 
 void grouped_linear_on_amx(qk_context& context, const GroupedLinearArgs& args) {
     args.linear.dtype == QK_BFLOAT16 ? amx::grouped_linear(context, args) : avx512_bf16::grouped_linear(context, args);
+}
+
+void attention_on_amx(qk_context& context, const qk_attention_args& args) {
+    args.dtype == QK_BFLOAT16 ? amx::attention(context, args) : avx512_bf16::attention(context, args);
 }
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
@@ -96,6 +101,9 @@ bool has_amx() {
 void linear_on_simulated_amx(qk_context& context, const qk_linear_args& args) {
     args.dtype == QK_BFLOAT16 ? amx_simulated::linear(context, args) : portable::linear(context, args);
 }
+void attention_on_simulated_amx(qk_context& context, const qk_attention_args& args) {
+    args.dtype == QK_BFLOAT16 ? amx_simulated::attention(context, args) : portable::attention(context, args);
+}
 void quantized_linear_on_simulated_amx(qk_context& context, const GroupedLinearArgs& args) {
     has_tiles_for(args) ? amx_simulated::grouped_quantized_linear(context, args) : portable::grouped_quantized_linear(context, args);
 }
@@ -115,15 +123,15 @@ struct InstructionSet {
 
 const InstructionSet INSTRUCTION_SETS[] = {
 #ifdef QK_X86
-    {{"amx", linear_on_amx, grouped_linear_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16,
+    {{"amx", linear_on_amx, grouped_linear_on_amx, attention_on_amx, QK_ALL_BUT_PRODUCTS(avx512_bf16), amx::multiply_bf16,
       quantized_linear_on_amx}, has_amx},
     {QK_ALL(avx512_bf16), has_avx512_bf16},
-    {{"avx512", avx512::linear, avx512::grouped_linear, QK_ALL_BUT_PRODUCTS(avx512), avx512::multiply_bf16, quantized_linear_on_avx512}, has_avx512},
+    {{"avx512", avx512::linear, avx512::grouped_linear, avx512::attention, QK_ALL_BUT_PRODUCTS(avx512), avx512::multiply_bf16, quantized_linear_on_avx512}, has_avx512},
     {QK_ALL(avx2), has_avx2},
 #endif
     {QK_ALL(portable), always},
 #ifdef QK_WITH_SIMULATED_AMX
-    {{"amx_simulated", linear_on_simulated_amx, grouped_linear_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable),
+    {{"amx_simulated", linear_on_simulated_amx, grouped_linear_on_simulated_amx, attention_on_simulated_amx, QK_ALL_BUT_PRODUCTS(portable),
       amx_simulated::multiply_bf16, quantized_linear_on_simulated_amx},
      always},
 #endif

@@ -58,6 +58,9 @@ def parse(words: Sequence[str], description: str | None) -> argparse.Namespace:
         default=sorted(every_cpu),
         help="such as 0-3 or 0,2: the cores everyone is given, a thread each",
     )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="workers of each engine, which share the cores"
+    )
     parser.add_argument("--kv-cache-gib", type=float, default=2.0, help="of each engine that can be told")
     parser.add_argument("--limit-s", type=float, default=150.0, help="of one repetition; what takes longer is given up")
     parser.add_argument("--load-limit-s", type=float, default=600.0, help="of a start")
@@ -76,6 +79,8 @@ def parse(words: Sequence[str], description: str | None) -> argparse.Namespace:
     options.model = options.model.split(",")
     options.workloads = _choose(parser, "--workloads", options.workloads, ALL_WORKLOADS)
     options.peers = list(dict.fromkeys(["quire", *_choose(parser, "--peers", options.peers, PEERS)]))
+    if not 1 <= options.tensor_parallel_size <= len(options.cpus):
+        parser.error(f"--tensor-parallel-size {options.tensor_parallel_size}: from 1 to {len(options.cpus)}, the cores")
     if options.reps < 1:
         parser.error(f"--reps {options.reps} is too small: at least 1")
     return options
@@ -121,7 +126,7 @@ class Comparison:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._place = Place(options.home, tuple(options.cpus), options.kv_cache_gib)
+        self._place = Place(options.home, tuple(options.cpus), options.kv_cache_gib, options.tensor_parallel_size)
         self._logs: Path = options.home / "logs"
         self._rows: list[Row] = []
         self._missing: dict[str, str] = {}

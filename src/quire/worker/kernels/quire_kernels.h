@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 14
+#define QK_ABI_VERSION 15
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))

@@ -55,7 +55,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -
 
 TRIAL = "import sys, quire.worker.lean_torch; from quire.worker.kernels.trial import main; sys.exit(main())"
 ON_TRIAL = frozenset({"amx"})
-"""Instruction sets that none of our machines has. `QUIRE_CPU_KERNELS` uses one of them without a trial."""
+"""Instruction sets that few of our machines have. `QUIRE_CPU_KERNELS` uses one of them without a trial."""
 TIMEOUT_S = 120.0
 AGREES, DISAGREES = 0, 3
 """Exit codes of the trial."""

@@ -1,8 +1,8 @@
 """Compares an instruction set on this CPU with the next one: `python -m quire.worker.kernels.trial amx avx512`
 
-Both compute a small fixed set of products, which must agree within rounding. Each row of the first, alone and among
-others, must be the same to the bit. The trial is a process of its own, because kernels that this CPU cannot run end the
-process. `registry.py` starts it and stores its verdict.
+Both compute a small fixed set of products, and attention, which must agree within rounding. Each row of the first,
+alone and among others, must be the same to the bit. The trial is a process of its own, because kernels that this CPU
+cannot run end the process. `registry.py` starts it and stores its verdict.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.failpoints import arm_failpoints, failpoint
+from quire.wire.kv_cache import FullAttentionSpec
+from quire.worker.attention.backend import AttentionBatch, AttentionSpec
+from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.kernels.base import ExpertsKernel, Kernels, LinearKernel
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
@@ -120,6 +124,42 @@ def check_quantized(candidate: Kernels, other: Kernels, reference: Kernels) -> W
             )
 
 
+def check_attention(candidate: Kernels, other: Kernels, reference: Kernels) -> Words:
+    """Attention over a paged cache: heads of whole tiles, of half a tile more, and of neither."""
+    n = 300  # tokens: more than a chunk of keys
+    for size in (64, 80, 24):
+        q, k, v = noise(n, 6, size), noise(n, 2, size), noise(n, 2, size + 1)[..., :size].contiguous()
+        y = attend(candidate, q, k, v, (n,))
+        parts = attend(candidate, q, k, v, (1, 19, 250, *(1,) * 30))
+        if not same_bits(y, parts) or not same_bits(y, attend(other, q, k, v, (n,))):
+            yield f"attention with heads of {size}: a row's bits depend on the rows beside it, or on threads"
+        if not close(y, attend(reference, q, k, v, (n,)), torch.full_like(y, BFLOAT16_STEP, dtype=torch.float32)):
+            yield f"attention with heads of {size}: results differ by more than rounding"
+
+
+def attend(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> Tensor:
+    """Returns what the tokens of one request attend to, computed in steps of that many tokens."""
+    backend, (n, heads, size), block_size = make_backend(kernels), q.shape, 16
+    spec = FullAttentionSpec(block_size, k.shape[1], size, "bfloat16")
+    num_blocks = -(-n // block_size)
+    cache = backend.view_kv_cache(torch.zeros(num_blocks * spec.page_size_bytes, dtype=torch.uint8), spec, num_blocks)
+    table, outputs, start = torch.arange(num_blocks, dtype=torch.int32)[None], list[Tensor](), 0
+    for count in parts:
+        own = slice(start, start := start + count)
+        batch = AttentionBatch(np.array([count]), np.array([start]), table, torch.arange(own.start, start))
+        metadata = backend.make_metadata(batch, spec)
+        outputs.append(
+            backend.forward(q[own], k[own], v[own], cache, metadata, AttentionSpec(heads, k.shape[1], size, size**-0.5))
+        )
+    return torch.cat(outputs)
+
+
+def make_backend(kernels: Kernels) -> NativeAttentionBackend:
+    """Returns the attention of native kernels."""
+    assert isinstance(kernels, NativeKernels)
+    return NativeAttentionBackend(kernels)
+
+
 def make_e4m3(n: int, k: int) -> QuantizedWeight:
     """Returns a matrix of floats between -1 and 1."""
     values = noise(n, k).to(torch.float8_e4m3fn).view(torch.int8)
@@ -133,7 +173,7 @@ def make_mxfp4(n: int, k: int) -> QuantizedWeight:
     return QuantizedWeight(bits=4, values=codes, scales=scales, group_size=MXFP4_GROUP, coding=Coding.MXFP4)
 
 
-CHECKS: tuple[Check, ...] = (check_linear, check_experts, check_quantized)
+CHECKS: tuple[Check, ...] = (check_linear, check_experts, check_quantized, check_attention)
 
 
 def noise(*shape: int) -> Tensor:

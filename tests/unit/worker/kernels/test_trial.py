@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.kernels import registry, trial
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import Context, NativeLibrary
@@ -54,6 +55,23 @@ class Wrong:
     def quantized_experts(self, *args: Any) -> Any:
         kernel = self._kernels.quantized_experts(*args)
         return lambda *inputs: self._spoil(kernel(*inputs))
+
+
+class WrongAttention(NativeAttentionBackend):
+    """Attention that is right but for what the kernels do to results."""
+
+    def __init__(self, wrong: Wrong) -> None:
+        super().__init__(wrong._kernels)
+        self._spoil = wrong._spoil
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self._spoil(super().forward(*arguments))
+
+
+@pytest.fixture(autouse=True)
+def wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    make: Any = trial.make_backend
+    monkeypatch.setattr(trial, "make_backend", lambda k: WrongAttention(k) if isinstance(k, Wrong) else make(k))
 
 
 def lose_an_output(y: Tensor) -> Tensor:
