@@ -44,11 +44,11 @@ class _Known:
 
     file: ExtentFile
     keys: array[int] = field(default_factory=lambda: array("Q"))
-    """Of a sealed extent: `_key_of` its blocks, sorted."""
+    """Names of the blocks of a sealed extent (`_key_of`), sorted."""
     offsets: array[int] = field(default_factory=lambda: array("I"))
-    """Those of the records, parallel to `keys`."""
+    """Offsets of their records."""
     recent: dict[int, int] = field(default_factory=dict)
-    """Of an open extent: key to offset."""
+    """Names of the blocks of an open extent, to the offsets of their records."""
     end: int = 0
     is_sealed: bool = False
     noted_ts: float = float("-inf")
