@@ -14,6 +14,7 @@ import pytest
 from quire import EngineArgs, SamplingParams
 
 from ..seeds import seed_of
+from . import harness
 from .harness import Engine, running
 
 PROMPT_LEN, BLOCK_SIZE = 400, 16
@@ -89,17 +90,15 @@ def test_blocks_are_taken_from_the_engine_that_prefilled_until_it_is_killed(
     asyncio.run(run())
 
 
-def storm() -> list[tuple[str, str]]:
-    """Returns the faults of a hundred runs, and which engine dies: P at each message that it gets and before each block
-    that it sends, D at each answer. Greetings are exchanged after the death before."""
+def storm() -> list[list[str]]:
+    """Returns a hundred faults, those that are met together in one list: P dies at each message that it gets and before
+    each block that it sends, D at each block, and at the greeting of the core that follows."""
     blocks = range(NUM_BLOCKS)
-    of_p = [f"kv.peer.send=kill,skip={index}" for index in blocks]
-    of_p += [f"kv.peer.message=kill,key={name}" for name in ("Hello", "Proof", "Get", "Release") for _ in range(4)]
-    of_p += [f"kv.peer.message=kill,key=Credit,skip={index}" for index in range(12)]
-    of_d = [f"kv.peer.answer=kill,key=Block,skip={index}" for index in blocks]
-    of_d += ["kv.peer.answer=kill,key=Welcome" for _ in range(24)]
-    assert len(of_p) + len(of_d) == 100
-    return [("P", fault) for fault in of_p] + [("D", fault) for fault in of_d]
+    faults = [[f"kv.peer.send=kill,skip={index}"] for index in blocks]
+    faults += [[f"kv.peer.message=kill,key={name}"] for name in ("Hello", "Proof", "Get", "Release") for _ in range(4)]
+    faults += [[f"kv.peer.message=kill,key=Credit,skip={index}"] for index in range(12)]
+    faults += [[f"kv.peer.answer=kill,key=Block,skip={index}", "kv.peer.answer=kill,key=Welcome"] for index in blocks]
+    return faults
 
 
 @pytest.mark.slow
@@ -107,27 +106,32 @@ def storm() -> list[tuple[str, str]]:
 def test_a_hundred_deaths_at_messages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faults = [
-        (victim, f"{fault},after={tmp_path}/armed{number},times=1,tally={tmp_path}/killed{number}")
-        for number, (victim, fault) in enumerate(storm())
+    monkeypatch.setattr(harness, "DEADLINE_S", 3600.0)
+    faults = storm()
+    assert sum(map(len, faults)) == 100
+    armed = [
+        f"{fault},after={tmp_path}/armed{number},times=1,tally={tmp_path}/killed{number}.{index}"
+        for number, group in enumerate(faults)
+        for index, fault in enumerate(group)
     ]
+    monkeypatch.setenv("QUIRE_FAILPOINTS", ";".join(armed))  # of both: a core that is started again reads it anew
     taken: Counter[int] = Counter()
 
     async def run() -> None:
-        monkeypatch.setenv("QUIRE_FAILPOINTS", ";".join(fault for victim, fault in faults if victim == "D"))
-        async with running(engine_args(tmp_path / "key", "kv_consumer")) as d:
-            monkeypatch.setenv("QUIRE_FAILPOINTS", ";".join(fault for victim, fault in faults if victim == "P"))
-            async with running(engine_args(tmp_path / "key", "kv_producer")) as p:
-                seeds = itertools.count()
-                for number in range(len(faults)):
-                    (tmp_path / f"armed{number}").touch()
-                    for _ in range(20):
-                        taken[await check_one(p, d, next(seeds))] += 1
-                        if (tmp_path / f"killed{number}").exists():
-                            break
-                    else:
-                        pytest.fail(f"fault {faults[number]} was never met")
-                assert await check_one(p, d, next(seeds)) <= NUM_BLOCKS
+        async with (
+            running(engine_args(tmp_path / "key", "kv_consumer")) as d,
+            running(engine_args(tmp_path / "key", "kv_producer")) as p,
+        ):
+            seeds = itertools.count()
+            for number, group in enumerate(faults):
+                (tmp_path / f"armed{number}").touch()
+                for _ in range(20):
+                    taken[await check_one(p, d, next(seeds))] += 1
+                    if len(list(tmp_path.glob(f"killed{number}.*"))) == len(group):
+                        break
+                else:
+                    pytest.fail(f"{group} was never met")
+            assert await check_one(p, d, next(seeds)) <= NUM_BLOCKS
 
     asyncio.run(run())
     with capsys.disabled():

@@ -45,6 +45,7 @@ class Tier:
         self.is_used = simulation.world.has_tier
         self.store = FakeTier("simulation")
         self.store.lease_interval = (simulation.world.tier_seed or 0) % 3
+        self.store.has_peer = (simulation.world.tier_seed or 0) % 2 == 1
         self.clock = TierClock()
         self._rng = random.Random(simulation.world.tier_seed)
         self._speed = self._rng.choice((1, 4, 20))
@@ -52,7 +53,7 @@ class Tier:
         self._all_manners = set(self._manners)
         self._totals = Counter[str]()
         self._verified: dict[str, int] = {}
-        """Most tokens that a load has brought for a request, by its id."""
+        """Most tokens that loads have brought for a request, by its id."""
 
     def begin_engine(self) -> None:
         """A new engine uses the store."""
@@ -80,7 +81,8 @@ class Tier:
                     load.request.request_id,
                     result.num_verified * self.exchange.connector.block_size,
                 )
-                self._verified[request_id] = max(num_tokens, self._verified.get(request_id, 0))
+                before = self._verified.get(request_id, 0)
+                self._verified[request_id] = before + num_tokens if self.store.has_peer else max(num_tokens, before)
         self.exchange.link.put(report)
 
     def _wait(self, seconds: float) -> None:

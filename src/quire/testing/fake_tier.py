@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -41,6 +41,7 @@ from quire.wire.kv_transfer import (
 from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 
 SOURCE = "disk"
+PEER = "p2p:peer"
 Manner = Literal["good", "hung", "twice", "wedged"]
 """hung: ends by a cancel only. twice: is reported twice. wedged: writes nonsense, and does not end until freed."""
 GARBAGE = 0xEE
@@ -75,6 +76,8 @@ class FakeTier:
         """True: the scheduler half answers "later"."""
         self.takes_saves = True
         """False: blocks cannot be saved yet."""
+        self.has_peer = False
+        """True: a peer has the same blocks, and is another source."""
         self.lease_interval = 0
         """The blocks of each so many-th request that ends are leased; 0: of none."""
         self.by_name[name] = self
@@ -113,6 +116,7 @@ class FakeTierScheduler(KVConnectorScheduler):
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, kv_cache_config)
         self.tier = _tier_of(config)
+        self.has_several_sources = self.tier.has_peer
         self.namespace = ""
         self._num_ended = 0
 
@@ -125,11 +129,17 @@ class FakeTierScheduler(KVConnectorScheduler):
         num_tokens = find_longest_match(self.specs, request, num_computed_tokens, self._has)
         return ExternalMatch(num_tokens, SOURCE) if num_tokens else NO_MATCH
 
+    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
+        if match is None:
+            return None
+        return [match._replace(source=PEER), match] if self.tier.has_peer else [match]
+
     def _has(self, group_id: int, digest: bytes) -> bool:
         return (self.namespace, group_id, digest) in self.tier.index
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
-        if result.outcome in ("partial", "failed"):
+        if result.outcome in ("partial", "failed") and order.source != PEER:
             digest = order.keys[result.num_verified].digest
             for group_id in range(len(order.block_ids)):
                 self.tier.index.discard((self.namespace, group_id, digest))

@@ -64,10 +64,10 @@ def test_each_part_gets_its_orders(engine: Engine) -> None:
     (saved,) = engine.order(saves=[SaveOrder(3, engine.blocks(1))]).saves
     assert (saved.save_id, saved.num_saved, saved.outcome) == (3, 3, "ok")
     engine.worker.start(KVConnectorMetadata(saves=[SaveOrder(4, engine.blocks(1), "lease")]))
-    peer = {"peer": engine.info["peers"]["listen"], "lease": "lease", "part": "peers"}
+    peer = {"peers": [(engine.info["peers"]["listen"], "")], "lease": "lease", "part": "peers"}
     (load,) = engine.order(loads=[LoadOrder(7, "p2p", 0, KEYS, [[10, 11, 12]], peer)]).loads
     assert (load.load_id, load.num_verified, load.num_accepted) == (7, 3, 3)
-    missing = {"extents": [], "places": [[-1, -1, -1]], "part": "store"}
+    missing = {"parts": [{"extents": [], "places": [[-1, -1, -1]]}], "part": "store"}
     (load,) = engine.order(loads=[LoadOrder(8, "disk", 0, KEYS, [[13, 14, 15]], missing)]).loads
     assert (load.load_id, load.outcome, load.reason) == (8, "failed", "gone")
     (lease,) = engine.order(cancels=[4]).saves

@@ -12,22 +12,21 @@ import pytest
 
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
-from quire.config.kv_transfer import CONNECTORS, ConnectorSpec, KVTransferConfig
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import ExternalMatch
-from quire.engine.request import Request, RequestStatus
+from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
-from quire.testing.fake_tier import FakeTier, FakeTierScheduler, FakeTierWorker, Manner
+from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import KVConnectorOutput
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -298,29 +297,11 @@ def test_what_is_before_a_bad_record_is_used(filled: FakeTier, kind: str) -> Non
     assert place in filled.records, "it was computed, and saved again"
 
 
-class TwoSources(FakeTierScheduler):
-    """Has what the store has from two sources, and forgets nothing."""
-
-    has_several_sources = True
-
-    def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
-        return
-
-    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch]:
-        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
-        assert match is not None
-        return [match._replace(source="p2p:peer"), match]
-
-
 @pytest.mark.parametrize("num_good", [0, 3])
-def test_what_one_source_has_not_brought_another_brings(
-    filled: FakeTier, monkeypatch: pytest.MonkeyPatch, num_good: int
-) -> None:
-    row = ConnectorSpec(f"{__name__}:TwoSources", CONNECTORS["FakeTier"].worker)
-    monkeypatch.setitem(CONNECTORS, "FakeTier", row)
-    place = next(
-        p for p, r in filled.records.items() if list(r.key.token_ids) == PROMPT[4 * num_good : 4 * num_good + 4]
-    )
+def test_what_one_source_has_not_brought_another_brings(filled: FakeTier, num_good: int) -> None:
+    filled.has_peer = True
+    first = SIZE * num_good
+    place = next(p for p, r in filled.records.items() if list(r.key.token_ids) == PROMPT[first : first + SIZE])
     record = filled.records[place]
     filled.records[place] = replace(record, slots=b"")
     engine = begin(filled)
@@ -329,16 +310,15 @@ def test_what_one_source_has_not_brought_another_brings(
     engine.step()
     assert engine.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS, "it is loaded from the other source"
     engine.finish()
-    by_source = {"p2p": SIZE * num_good, "disk": 28 - SIZE * num_good}
+    by_source = {"p2p": first, "disk": 28 - first}
     assert engine.prefills["a"] == PrefillStats(30, 2, 0, 28, {k: v for k, v in by_source.items() if v})
     assert engine.transfers.num_loads == {"partial" if num_good else "failed": 1, "ok": 1}
     assert engine.held() == {}
 
 
-def test_no_source_is_asked_twice(filled: FakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = ConnectorSpec(f"{__name__}:TwoSources", CONNECTORS["FakeTier"].worker)
-    monkeypatch.setitem(CONNECTORS, "FakeTier", row)
-    place = next(p for p, r in filled.records.items() if list(r.key.token_ids) == PROMPT[:4])
+def test_no_source_is_asked_twice(filled: FakeTier) -> None:
+    filled.has_peer = True
+    place = next(p for p, r in filled.records.items() if list(r.key.token_ids) == PROMPT[:SIZE])
     filled.records[place] = replace(filled.records[place], slots=b"")
     engine = begin(filled)
     engine.finish()
