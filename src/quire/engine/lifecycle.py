@@ -253,8 +253,7 @@ class Lifecycle:
                 self._executor.collective_rpc("load_weights", args=(path,))
             except BaseException:
                 shield.may_break = False
-                if not was_missing:
-                    self._restore_weights()
+                self._restore_weights(reads=not was_missing)
                 raise
             shield.may_break = False
             self._exchange.set_weights(path)
@@ -263,16 +262,18 @@ class Lifecycle:
         logger.info("weights of %s, version %s", path, self._weight_version)
         return self._weight_version
 
-    def _restore_weights(self) -> None:
-        """Reads the old weights again after an update that failed half-way."""
+    def _restore_weights(self, *, reads: bool) -> None:
+        """Takes back an update that failed half-way, or in some workers only. `reads`: reads the old weights again."""
         try:
-            self._executor.collective_rpc("load_weights")
+            self._executor.collective_rpc("undo_weights")
+            if reads:
+                self._executor.collective_rpc("load_weights")
         except Exception:
             logger.exception("the old weights cannot be read again either: the engine sleeps until wake_up() can")
             self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
             self._is_asleep = True
         else:
-            self._released.discard(WEIGHTS)
+            self._released -= {WEIGHTS} if reads else set()
 
 
 class _Pause:

@@ -443,6 +443,12 @@ class Worker:
         if self._transfers is not None and path is not None:
             self._transfers.set_weights(path)
 
+    def undo_weights(self) -> None:
+        """Takes back the last `load_weights`, which has failed in some worker: the weights of before are read by the
+        next one without a path, or by `wake_up`."""
+        if self.loaded[0].weights.undo() and self._transfers is not None:
+            self._transfers.undo_weights()
+
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def get_supported_tasks(self) -> tuple[str, ...]:
