@@ -52,6 +52,22 @@ _HAS_WORK, _IS_PAUSING, _FLAGS = 1, 2, 4
 """Flags of a vote, which stand below its number. A rank that joins votes without a number."""
 
 
+class _Epochs(NamedTuple):
+    """The epochs of a group that shares experts, in the file of all."""
+
+    file: int
+    generation: int
+
+    def begin(self, epoch: int) -> None:
+        begin_epoch(self.file, epoch, self.generation)
+
+    def end(self, epoch: int) -> None:
+        end_epoch(self.file, epoch, self.generation)
+
+    def has_ended(self, epoch: int) -> bool:
+        return has_epoch_ended(self.file, epoch, self.generation)
+
+
 class Agreement(NamedTuple):
     """Result of an agreement, and the wave of the group after it."""
 
@@ -74,12 +90,16 @@ class DPGroup:
         size: int,
         clock: Callable[[], float] = time.monotonic,
         experts_file: int | None = None,
+        generation: int = 0,
     ) -> None:
         """Opens the page. `experts_file`: that of a group of `size` ranks which share experts; None: they do not, and
-        `size` is a limit. Raises ConfigError for a rank that cannot be, OSError for a page that cannot be opened."""
-        if not (1 < size <= MAX_RANKS and 0 <= rank < size):
+        `size` is a limit. `generation` is the number of such a group.
+
+        Raises ConfigError for a rank that cannot be, OSError for a page that cannot be opened."""
+        if not ((1 if experts_file is not None else 2) <= size <= MAX_RANKS and 0 <= rank < size):
             raise ConfigError(f"engine {rank} of {size} cannot be in a group: one has 2 to {MAX_RANKS} engines")
-        self._path, self._rank, self._clock, self._size, self._experts = path, rank, clock, size, experts_file
+        self._path, self._rank, self._clock, self._size = path, rank, clock, size
+        self._experts = None if experts_file is None else _Epochs(experts_file, generation)
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, GROUP_PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
@@ -93,13 +113,16 @@ class DPGroup:
         """Number of the epoch that this rank was admitted to last."""
         self._watches: dict[int, _LifeWatch] = {}
 
-    def join(self, fingerprint: int = 0) -> int:
+    def join(self, fingerprint: int = 0, wave: int = 0) -> int:
         """Takes this rank's place. Returns the wave of the group. `fingerprint`, 64 bits, is the same in ranks that can
-        share experts: ConfigError if that of another rank differs."""
+        share experts: ConfigError if that of another rank differs. A group that takes the place of another begins with
+        the greatest `wave` of its ranks."""
         self._life = os.open(self._life_file(self._rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._life, fcntl.LOCK_EX)
         with self._locked():
             self._words[_NUM_RANKS] = max(self._words[_NUM_RANKS], self._rank + 1)
+            if not self._last_number():
+                self._words[_WAVES] = max(self._words[_WAVES], wave)
             place = self._place(self._rank)
             self._words[place + _LIFE] += 1
             self._words[place + _FINGERPRINT] = fingerprint
@@ -123,6 +146,26 @@ class DPGroup:
             return self.wave
 
     @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def has_left(self) -> bool:
+        """True once this rank has left."""
+        return self._file < 0
+
+    @property
+    def fingerprint(self) -> int:
+        """The fingerprint that this rank has joined with."""
+        return int(self._words[self._place(self._rank) + _FINGERPRINT])
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, or the limit of it."""
+        return self._size
+
+    @property
     def shares_experts(self) -> bool:
         """True if no rank can step without the others."""
         return self._experts is not None
@@ -131,11 +174,11 @@ class DPGroup:
     def is_lost(self) -> bool:
         """True if this rank takes part in an epoch that has ended: no step of it can succeed any more."""
         is_member = self._file >= 0 and not self.is_joining
-        return self._experts is not None and is_member and has_epoch_ended(self._experts, self.epoch)
+        return self._experts is not None and is_member and self._experts.has_ended(self.epoch)
 
     def _end_epoch(self) -> None:
         if self._experts is not None and self._words[_EPOCH]:
-            end_epoch(self._experts, self._words[_EPOCH])
+            self._experts.end(self._words[_EPOCH])
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Ends this rank's epoch as soon as the process of another rank of it ends, and then calls `on_death` on
@@ -152,7 +195,7 @@ class DPGroup:
         rank = int(rank_file.name.rpartition("-")[2])
         with contextlib.suppress(ValueError):  # this rank has left
             if self._experts is not None and self._words[self._place(rank) + _LIFE] == life:
-                end_epoch(self._experts, self.epoch)
+                self._experts.end(self.epoch)
 
     @property
     def wave(self) -> int:
@@ -171,7 +214,10 @@ class DPGroup:
         self._words[place + _VOTES + self._number % 2] = self._number * _FLAGS | flags
 
     def poll(self) -> Agreement | None:
-        """Returns the agreement that this rank waits for, once there is one. Decides it if all votes are there."""
+        """Returns the agreement that this rank waits for, once there is one. Decides it if all votes are there. A rank
+        that has left waits for none."""
+        if self.has_left:
+            return None
         if self.is_joining:
             since = self._words[self._place(self._rank) + _STANDING]
             if since >= _MEMBER:
@@ -284,7 +330,7 @@ class DPGroup:
             return
         if self._experts is not None and _JOINING in standings.values():
             self._words[_EPOCH] += 1
-            begin_epoch(self._experts, self._words[_EPOCH])
+            self._experts.begin(self._words[_EPOCH])
         self._words[_WAVES + number % 2] = wave + (verdict is not Verdict.GO and not any_paused)
         self._words[_VERDICTS + number % 2] = number * _FLAGS | verdict
         for rank in votes:

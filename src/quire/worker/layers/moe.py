@@ -239,6 +239,11 @@ class Experts(KernelModule):
             forget(self, "down_proj")
         return kernel
 
+    def move_to(self, kernels: Kernels) -> None:
+        """Computes with the threads of `kernels` from now on."""
+        if self._kernel is not None:
+            self._kernel.move_to(kernels)
+
     @property
     def _biases(self) -> tuple[Tensor, Tensor] | None:
         if self.gate_up_proj_bias is None or self.down_proj_bias is None:
