@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.errors import ClientError, EngineDeadError, GenerationError, ServerError, ValidationError
+from quire.errors import ClientError, EngineDeadError, GenerationError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
 from quire.sampling_params import SamplingParams
-from tests.checkpoints import MakeCheckpoint
+from quire.testing.fake_model import FakeModel, expected_output
+from tests.checkpoints import MakeCheckpoint, make_tiny_checkpoint
 
-from .harness import Engine, fake_args, running
+from .harness import FAKE_MODEL_LEN, Engine, fake_args, running
 from .test_engine_set import dp_client, kill, read_while, wait_for
 
 SHARED: dict[str, Any] = {"executor": "Sharing", "enable_expert_parallel": True}
@@ -49,8 +52,6 @@ def test_the_others_wait_for_an_engine_that_was_killed_and_no_stream_ends() -> N
         ):
             with pytest.raises(ClientError, match=why):
                 await refused
-        with pytest.raises(ClientError, match="keep their weights; restart the server"):
-            await client.call_utility_async("update_weights", "elsewhere")
 
     counts = asyncio.run(read_while(work, num_streams=24, **SHARED))
     assert (counts["deaths"], counts["poisoned_requests"]) == (1, 0)
@@ -88,6 +89,51 @@ def test_their_number_changes_and_all_restart_under_load(monkeypatch: pytest.Mon
     assert counts["moves.2.drain"] > 0
     assert counts["elastic.RECONFIGURE_FINISHED"] == 1 + 1
     assert counts["elastic.SHUTDOWN_COMPLETE"] == 2
+
+
+def follows(tokens: list[int], prompt: list[int], params: SamplingParams) -> bool:
+    """Returns whether the first tokens are those of the former weights, and all that follow those of the new ones."""
+
+    def expected(start: list[int], num_tokens: int, weights: str) -> list[int]:
+        model, own = dataclasses.replace(FakeModel(), weights=weights), params.clone()
+        own.max_tokens = num_tokens
+        return list(expected_output(model, [*prompt, *start], own, FAKE_MODEL_LEN).token_ids)
+
+    former = expected([], len(tokens), FakeModel().weights)
+    same = next((i for i, pair in enumerate(zip(tokens, former, strict=True)) if pair[0] != pair[1]), len(tokens))
+    return same < len(tokens) and tokens[same:] == expected(tokens[:same], len(tokens) - same, "/new")
+
+
+def test_new_weights_reach_all_engines_at_the_same_step_and_outlive_a_death() -> None:
+    """The tokens of the fake model show which weights a step had."""
+    params = SamplingParams(max_tokens=600, ignore_eos=True, detokenize=False)
+
+    async def run() -> None:
+        async with running(fake_args(data_parallel_size=2, **SHARED)) as engine:
+            client, seen = dp_client(engine), [0] * 4
+
+            async def stream(number: int) -> list[int]:
+                tokens: list[int] = []
+                prompt = {"prompt_token_ids": [number, 7, 8]}
+                async for output in engine.llm.generate(prompt, params, f"r{number}"):
+                    tokens = list(output.outputs[0].token_ids)
+                    seen[number] = len(tokens)
+                return tokens
+
+            tasks = [asyncio.create_task(stream(i)) for i in range(4)]
+            await wait_for(lambda: min(seen) > 20)
+            assert await engine.llm.update_weights("/new", "v1") == "v1"
+            await wait_for(lambda: min(seen) > 60)
+            await kill_and_wait(client, 1)
+            with pytest.raises(ModelLoadError, match="an expert holds NaN"):
+                await engine.llm.update_weights("/half")
+            assert await engine.llm.get_weight_version() == "v1"
+            assert not await client.call_utility_async("is_scheduler_paused")
+            for number, tokens in enumerate(await asyncio.gather(*tasks)):
+                assert len(tokens) == 600
+                assert follows(tokens, [number, 7, 8], params)
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow
@@ -201,6 +247,16 @@ async def generate_all(
     **fields: Any,
 ) -> list[list[int]]:
     """Returns the texts of six requests. `disturb` goes on meanwhile."""
+    async with mixture(path, size, **fields) as engine:
+        tasks = [asyncio.create_task(generate(engine, i, num_tokens)) for i in range(6)]
+        if disturb is not None:
+            await disturb(dp_client(engine))
+        tokens = await asyncio.gather(*tasks)
+        assert engine.counts["deaths"] == (disturb is kill_one)
+        return tokens
+
+
+def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager[Engine]:
     args = EngineArgs(
         str(path),
         dtype="bfloat16",
@@ -212,13 +268,7 @@ async def generate_all(
         data_parallel_size=size,
         **fields,
     )
-    async with running(args) as engine:
-        tasks = [asyncio.create_task(generate(engine, i, num_tokens)) for i in range(6)]
-        if disturb is not None:
-            await disturb(dp_client(engine))
-        tokens = await asyncio.gather(*tasks)
-        assert engine.counts["deaths"] == (disturb is kill_one)
-        return tokens
+    return running(args)
 
 
 @pytest.mark.slow
@@ -239,3 +289,31 @@ def test_a_mixture_answers_the_same_while_the_number_of_engines_changes(
     alone = {k: fields[k] for k in fields if k not in placement}
     expected = asyncio.run(generate_all(path, 1, num_tokens=400, **alone))
     assert asyncio.run(generate_all(path, 2, resize, 400, enable_expert_parallel=True, **fields)) == expected
+
+
+@pytest.mark.slow
+def test_a_mixture_takes_new_weights_and_keeps_them(tmp_path: Path) -> None:
+    """Also at engines that are started later: after a death, for another number, in a restart of all."""
+    first, second = (make_tiny_checkpoint(tmp_path / str(seed), "mixtral", seed=seed) for seed in (0, 1))
+    expected = asyncio.run(generate_all(second, 1))
+
+    async def run() -> None:
+        async with mixture(first, 2, enable_expert_parallel=True) as engine:
+            client = dp_client(engine)
+
+            async def all_tokens() -> list[list[int]]:
+                return list(await asyncio.gather(*(generate(engine, i, 60) for i in range(6))))
+
+            assert await all_tokens() != expected
+            assert await engine.llm.update_weights(str(second), "v1") == "v1"
+            assert await all_tokens() == expected
+            await kill_and_wait(client, 1)
+            assert await all_tokens() == expected
+            await client.scale(3)
+            assert await all_tokens() == expected
+            await client.restart_engines()
+            assert await all_tokens() == expected
+            assert await engine.llm.update_weights(str(first), "v0") == "v0"
+            assert await all_tokens() != expected
+
+    asyncio.run(run())

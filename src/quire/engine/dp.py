@@ -42,6 +42,11 @@ FIRST_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
 """First and longest wait for the others before they are looked at again; each is half as long again as the last."""
 
 
+def digest_of(*facts: object) -> int:
+    """Returns a digest of 64 bits."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
+
+
 def open_group(parallel: ParallelConfig, page: Path) -> DPGroup:
     """Returns the group of engines that share experts, which this one has not joined yet."""
     size, experts, generation = parallel.data_parallel_size, parallel.experts_file, parallel.experts_generation
@@ -83,12 +88,10 @@ class DPEngineCoreProc(EngineCoreProc):
         """Epoch that the worker has joined."""
         if self._group.shares_experts:
             self.heartbeat.least_tokens = config.scheduler_config.max_num_batched_tokens or 0
-            self.lifecycle.keeps_weights = (
-                "engines that share experts (--enable-expert-parallel) keep their weights; restart the server with the "
-                "new ones"
-            )
+            self.lifecycle.before_update, self.lifecycle.on_update = self._leave_epoch, self._note_update
         self.ready_response = dataclasses.replace(self.ready_response, experts_generation=parallel.experts_generation)
-        self.waves = WaveState(self._group.join(self._get_fingerprint(config)))
+        weights = digest_of(str(config.model_config.model_dir), self.lifecycle.get_weight_version())
+        self.waves = WaveState(self._group.join(self._get_fingerprint(config), weights=weights))
         if self._newcomer is not None:
             self._newcomer = self._newcomer.on_join()
         self.lifecycle.on_pause = self._begin_pause
@@ -97,8 +100,9 @@ class DPEngineCoreProc(EngineCoreProc):
     def _get_fingerprint(self, config: EngineConfig) -> int:
         """Returns a digest of what must be the same in all engines that share experts."""
         scheduler, placement = config.scheduler_config, config.parallel_config.expert_placement_strategy
-        facts = self.ready_response.numerics_id, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, placement
-        return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
+        return digest_of(
+            self.ready_response.numerics_id, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, placement
+        )
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -331,11 +335,11 @@ class DPEngineCoreProc(EngineCoreProc):
         self.finish_steps()
         parallel = self.executor.config.parallel_config
         parallel = parallel.with_engines(resizing.request.new_data_parallel_size, resizing.request.generation)
-        fingerprint = self._group.fingerprint
+        fingerprint, weights = self._group.fingerprint, self._group.weights
         self._group.leave()
         self.executor.collective_rpc("install_experts")
         self._group, self._epoch = open_group(parallel, Path(resizing.request.group_file)), 0
-        wave = self._group.join(fingerprint, self.waves.wave)
+        wave = self._group.join(fingerprint, self.waves.wave, weights)
         self.waves = self.waves._replace(wave=max(wave, self.waves.wave), has_notified=False)
         self._take(self.waves.on_resume(self._has_own_work()))
         if self.lifecycle.is_scheduler_paused():
@@ -346,6 +350,16 @@ class DPEngineCoreProc(EngineCoreProc):
     def _eep_send_engine_core_notification(self, notification: EEPNotificationType) -> None:
         answer = UtilityOutput(EEP_NOTIFICATION_CALL_ID, result=[notification.value, self._group.rank])
         self._send_utility_output(0, answer)
+
+    # -- new weights --------------------------------------------------------------------------------------------------
+
+    def _leave_epoch(self) -> None:
+        """Makes the others wait for this engine: none computes while weights differ."""
+        if not self.waves.is_paused and not self._group.is_joining:
+            self._group.rejoin()
+
+    def _note_update(self, path: str, version: str) -> None:
+        self._group.weights = digest_of(path, version)
 
     def _begin_pause(self) -> None:
         self._take(self.waves.on_pause())

@@ -44,8 +44,9 @@ _VERDICTS, _WAVES, _NUM_RANKS, _EPOCH = 0, 2, 4, 5
 """Words of the page: the last two verdicts (4 * number + verdict), the waves after them, the highest rank + 1, and the
 number of the last epoch."""
 _FIRST_PLACE, _PLACE_WORDS = 8, 8
-_STANDING, _VOTES, _LIFE, _FINGERPRINT = 0, 1, 3, 4
-"""Words of a rank's place. The last two: how often it was started, and what decides the bits of its steps."""
+_STANDING, _VOTES, _LIFE, _FINGERPRINT, _WEIGHTS = 0, 1, 3, 4, 5
+"""Words of a rank's place. The last three: how often it was started, what decides the bits of its steps and never
+changes, and its weights, which do."""
 _ABSENT, _JOINING, _PAUSED, _MEMBER = 0, 1, 2, 3
 """Standings; `_MEMBER` + n: member since agreement n."""
 _HAS_WORK, _IS_PAUSING, _FLAGS = 1, 2, 4
@@ -113,10 +114,10 @@ class DPGroup:
         """Number of the epoch that this rank was admitted to last."""
         self._watches: dict[int, _LifeWatch] = {}
 
-    def join(self, fingerprint: int = 0, wave: int = 0) -> int:
+    def join(self, fingerprint: int = 0, wave: int = 0, weights: int = 0) -> int:
         """Takes this rank's place. Returns the wave of the group. `fingerprint`, 64 bits, is the same in ranks that can
         share experts: ConfigError if that of another rank differs. A group that takes the place of another begins with
-        the greatest `wave` of its ranks."""
+        the greatest `wave` of its ranks. `weights`: see there."""
         self._life = os.open(self._life_file(self._rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._life, fcntl.LOCK_EX)
         with self._locked():
@@ -125,7 +126,7 @@ class DPGroup:
                 self._words[_WAVES] = max(self._words[_WAVES], wave)
             place = self._place(self._rank)
             self._words[place + _LIFE] += 1
-            self._words[place + _FINGERPRINT] = fingerprint
+            self._words[place + _FINGERPRINT], self._words[place + _WEIGHTS] = fingerprint, weights
             self._remove_dead()
             for rank in self._standings():
                 if rank != self._rank and self._words[self._place(rank) + _FINGERPRINT] != fingerprint:
@@ -159,6 +160,15 @@ class DPGroup:
     def fingerprint(self) -> int:
         """The fingerprint that this rank has joined with."""
         return int(self._words[self._place(self._rank) + _FINGERPRINT])
+
+    @property
+    def weights(self) -> int:
+        """Digest of this rank's weights, 64 bits: ranks that share experts go on only while they have the same."""
+        return int(self._words[self._place(self._rank) + _WEIGHTS])
+
+    @weights.setter
+    def weights(self, digest: int) -> None:
+        self._words[self._place(self._rank) + _WEIGHTS] = digest
 
     @property
     def size(self) -> int:
@@ -292,7 +302,8 @@ class DPGroup:
         standings = self._standings()
         if self._experts is not None:
             are_members = {standing >= _MEMBER for standing in standings.values() if standing != _PAUSED}
-            if len(standings) < self._size or len(are_members) > 1:
+            weights = {self._words[self._place(rank) + _WEIGHTS] for rank in standings}
+            if len(standings) < self._size or len(are_members) > 1 or len(weights) > 1:
                 return {}
         for rank, standing in standings.items():
             place = self._place(rank)

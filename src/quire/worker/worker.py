@@ -141,14 +141,15 @@ class Worker:
         assert self._pool is not None, "the engine shares experts"
         self.discard_experts()
         config = self.config.with_engines(num_engines, generation)
-        pool, spare = make_pool(config, self.device, self.kernels, self._max_rows), choose_kernels(*self._target, 1)
-        self._pool.standby = standby = StandbyExperts(config, pool, Placement(*self._target, spare))
+        pool = make_pool(config, self.device, self.kernels, self._max_rows)
+        placement = Placement(self.device, self.dtype, choose_kernels(self.device, self.dtype, 1))
+        self._pool.standby = standby = StandbyExperts(config, pool, placement, self.loaded[0].weights.source)
         return standby.ready
 
     def install_experts(self) -> None:
         """Replaces the experts by those that `prepare_experts` has read. This engine is alone until `join_engines`."""
         former, runner = self._pool, self.runner
-        assert former is not None, "the engine shares experts"
+        assert former is not None
         assert isinstance(runner, PooledRunner)
         standby = former.standby
         assert isinstance(standby, StandbyExperts), "prepare_experts comes first"
@@ -162,10 +163,6 @@ class Worker:
         if self._pool is not None and self._pool.standby is not None:
             self._pool.standby.discard()
             self._pool.standby = None
-
-    @property
-    def _target(self) -> tuple[torch.device, torch.dtype]:
-        return self.device, self.dtype
 
     @property
     def _max_rows(self) -> int:

@@ -59,7 +59,7 @@ class Pair:
         assert isinstance(self.loop.core, DPEngineCoreProc)
         self.core = self.loop.core
         self.other = DPGroup(page, 1, 2, experts_file=self.fd)
-        self.other.join(int(self.core._group._words[self.core._group._place(0) + 4]))
+        self.other.join(self.core._group.fingerprint, weights=self.core._group.weights)
 
     @property
     def epochs(self) -> list[int]:
@@ -174,7 +174,8 @@ def test_an_engine_goes_over_to_a_larger_group_with_its_requests(tmp_path: Path)
     assert pair.loop.answers[1].result == "eep_ready/0"
     pair.loop.call(2, "commit_prepared_elastic_ep")
     others = [DPGroup(Path(request.group_file), rank, 3, experts_file=pair.fd, generation=1) for rank in (1, 2)]
-    fingerprint, num_tokens = pair.core._group.fingerprint, len(pair.loop.tokens("a"))
+    fingerprint, weights = pair.core._group.fingerprint, pair.core._group.weights
+    num_tokens = len(pair.loop.tokens("a"))
     pausing = Vote(False, True)
     pair.other.enter(pausing)
     agreement = None
@@ -184,7 +185,7 @@ def test_an_engine_goes_over_to_a_larger_group_with_its_requests(tmp_path: Path)
     assert pair.rpcs[1:] == [("install_experts",)]
     assert pair.loop.answers[EEP_NOTIFICATION_CALL_ID].result == ["RECONFIGURE_FINISHED", 0]
     assert len(pair.loop.tokens("a")) < 100
-    waves = [group.join(fingerprint) for group in others]
+    waves = [group.join(fingerprint, weights=weights) for group in others]
     assert waves == [1, 1], "the wave goes on from that of the former group"
     pair.other = others[0]
     others[1].enter(NONE)

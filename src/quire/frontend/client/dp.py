@@ -88,6 +88,12 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._operation = asyncio.Lock()
         super().__init__(*args, **fields)
 
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if method != "update_weights" or not self.shares_experts:
+            return await super().call_utility_async(method, *args)
+        async with self._one_operation():
+            return await super().call_utility_async(method, *args)
+
     async def drain_engine(self, engine: int, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
         """Sends an engine no requests until `resume_engine`, and waits until it has none. Raises ClientError for the
         last engine that takes any, TimeoutError if requests are left."""
@@ -111,7 +117,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         With one engine they wait. Raises ServerError if no core comes up: the requests of others go on. Engines that
         share experts are restarted all at once, and all requests wait.
         """
-        if self._shares_experts:
+        if self.shares_experts:
             self._check_engine(engine)
             await self._restart_together(mode, timeout_s)
             return
@@ -121,7 +127,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     async def restart_engines(self, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
         """Restarts all engines, one after the other; all at once if they share experts. Raises as `restart_engine`: a
         failed start ends the roll."""
-        if self._shares_experts:
+        if self.shares_experts:
             await self._restart_together(mode, timeout_s)
             return
         async with self._one_operation():
@@ -177,7 +183,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
                 "this server has a part of the engines (--data-parallel-hybrid-lb), or some are on other machines: "
                 "their number is fixed; start another server or machine, or end one"
             )
-        if self._shares_experts:
+        if self.shares_experts:
             await self._whole(self._scale_together(num_engines, timeout_s))
             return
         async with self._one_operation():
@@ -194,7 +200,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         """Removes an engine for good; its requests move first. Raises ClientError for the last one, and if engines
         share experts."""
         self._check_engine(engine)
-        if self._shares_experts:
+        if self.shares_experts:
             raise ClientError(
                 "engines that share experts (--enable-expert-parallel) are removed from the last one on: change their "
                 "number (quire fleet scale)"
@@ -267,11 +273,6 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     def _sharing(self) -> SharedExperts:
         assert self._launcher.sharing is not None  # the engines share experts
         return self._launcher.sharing
-
-    @property
-    def _shares_experts(self) -> bool:
-        launcher = self.resources.launcher
-        return launcher is not None and launcher.shares_experts
 
     async def _whole(self, work: Coroutine[Any, Any, None]) -> None:
         """Carries `work` out to its end, also if the caller does not wait for it any more."""

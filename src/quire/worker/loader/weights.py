@@ -69,6 +69,11 @@ class ModelWeights:
         self._source, self._are_whole = former._source, former._are_whole
 
     @property
+    def source(self) -> Path | None:
+        """Directory of the checkpoint; None for noise."""
+        return self._source
+
+    @property
     def _live_in_main_memory(self) -> bool:
         return self._placement.device.type == "cpu"
 

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,9 +35,12 @@ class StandbyExperts:
     """Reads an engine's next part of the model. `ready` ends when it is in memory, or with the error that keeps it from
     that."""
 
-    def __init__(self, config: EngineConfig, pool: ExpertsPool, placement: Placement) -> None:
-        """`config` has the next number of engines. `placement` has kernels that no other thread uses."""
-        self.config, self.pool = config, pool
+    def __init__(
+        self, config: EngineConfig, pool: ExpertsPool, placement: Placement, source: Path | None = None
+    ) -> None:
+        """`config` has the next number of engines. `placement` has kernels that no other thread uses. `source` is where
+        the present weights are from, if that is another directory than the model's."""
+        self.config, self.pool, self._source = config, pool, source
         self.sharding = Sharding(None, None, config.parallel_config.expert_placement_strategy, pool)
         self.ready: Future[None] = Future()
         self._placement = dataclasses.replace(placement, sharding=self.sharding)
@@ -49,6 +53,8 @@ class StandbyExperts:
         try:
             failpoint("worker.standby")
             self._loaded = load_weights(self.config.model_config, self.config.load_config, self._placement)
+            if self._source is not None and self._source != self.config.model_config.model_dir:
+                self._loaded.weights.replace(self._source)
         except Exception as e:
             failure = e if isinstance(e, QuireError) else RuntimeError(f"{type(e).__name__}: {e}")
             self.ready.set_exception(failure)
