@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,8 @@ EXECUTORS: dict[str, str] = {
 }
 """Executors by the name of --distributed-executor-backend."""
 MAX_ENGINES = 1024
+MAX_SHARING = 64
+"""Most engines that share experts."""
 _MAX_PORT = 65535
 _PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": _MAX_PORT}
 
@@ -144,10 +147,12 @@ class ParallelConfig:
         "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
         " Default: uni for one worker, else mp.",
     )
-    enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
+    enable_elastic_ep: bool = flag(
+        False, "Begin with one engine of a mixture, to which others can be added that share its experts."
+    )
     elastic_ep_max_dp_size: int | None = flag(
         None,
-        "Most engines that --enable-elastic-ep may reach. Default: --data-parallel-size.",
+        "Most engines that share experts, of a server whose number of engines is changed. Default: 64.",
         parse=int,
         minimum=1,
         maximum=MAX_ENGINES,
@@ -170,6 +175,10 @@ class ParallelConfig:
     is none of them."""
     experts_file: int = -1
     """Descriptor of the file of engines that share experts, -1 for others: no flag, set where the core starts."""
+    experts_generation: int = 0
+    """Number of the group of engines that share experts: no flag, set where the core starts."""
+    is_scale_up_launch: bool = False
+    """True for an engine that is started for a group which does not compute yet: no flag, set where the core starts."""
 
     def __post_init__(self) -> None:
         for is_wrong, why in _MISTAKES:
@@ -268,12 +277,28 @@ class ParallelConfig:
     @property
     def shares_experts(self) -> bool:
         """True if each engine has a part of a mixture's experts. With several workers in an engine those share them."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
+        is_group = self.data_parallel_size > 1 or self.enable_elastic_ep
+        return self.enable_expert_parallel and is_group and self.world_size == 1
 
     @property
     def has_waves(self) -> bool:
         """True if the engines step together."""
         return (self.dp_coordinator == "always" and self.data_parallel_size > 1) or self.shares_experts
+
+    def with_engines(self, num_engines: int, generation: int) -> ParallelConfig:
+        """Returns the same for another number of engines that share experts, in a group of this number."""
+        return dataclasses.replace(
+            self,
+            data_parallel_size=num_engines,
+            data_parallel_size_local=None,
+            enable_elastic_ep=True,
+            experts_generation=generation,
+        )
+
+    @property
+    def most_engines(self) -> int:
+        """Most engines that share experts which there may be."""
+        return self.elastic_ep_max_dp_size or MAX_SHARING
 
     @property
     def executor_backend(self) -> str:
@@ -453,6 +478,5 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "the workers of an engine are on one machine; start an engine on each (--data-parallel-size, and --headless on "
         "all but the first), or make the model smaller (--quantization int4)",
     ),
-    (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

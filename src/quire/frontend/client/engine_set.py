@@ -193,10 +193,15 @@ class EngineSet:
                     self.router.remove(request_id)
                 self._settle(member)
 
-    def call_utility(self, method: str, args: tuple[Any, ...]) -> int:
+    def call_utility(self, method: str, args: tuple[Any, ...], engine: int | None = None) -> int:
         """Calls a control verb of all engines; one that changes nothing, of those that are up. Returns the id that the
-        joint answer will have."""
+        joint answer will have. `engine`: calls only that one."""
         call = self._calls.begin(method, args)
+        if engine is not None:
+            member = self._members[engine]
+            self._calls.note_sent(call, engine, member.link.call_utility(method, args))
+            self._settle(member)
+            return call.call_id
         members = [member for member in self._members.values() if not member.is_away] or list(self._members.values())
         spec = UTILITIES.get(method)
         if not call.is_remembered and spec is not None and spec.is_repeatable:

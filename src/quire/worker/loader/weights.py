@@ -66,6 +66,15 @@ class ModelWeights:
         self._are_whole = True
         """True if the model can run: its weights are neither freed nor half read."""
 
+    def follow(self, former: ModelWeights) -> None:
+        """Takes over the state of the weights before these, whose modules the model has: they may be given back."""
+        self._source, self._are_whole = former._source, former._are_whole
+
+    @property
+    def source(self) -> Path | None:
+        """Directory of the checkpoint; None for noise."""
+        return self._source
+
     @property
     def _live_in_main_memory(self) -> bool:
         return self._placement.device.type == "cpu"
