@@ -182,6 +182,17 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def local_ranks(self) -> range:
+        """Workers of an engine on this machine, where you start them on each (--nnodes)."""
+        size = self.world_size // self.nnodes
+        return range(self.node_rank * size, (self.node_rank + 1) * size)
+
+    @property
+    def has_only_workers(self) -> bool:
+        """True if this machine has workers of an engine whose core is on another machine."""
+        return self.node_rank > 0
+
+    @property
     def layer_partition(self) -> tuple[int, ...]:
         """Number of layers of each stage, by QUIRE_PP_LAYER_PARTITION; empty: as even as possible. Raises
         ConfigError."""
@@ -378,6 +389,25 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "--node-rank {c.node_rank}: the machines of --nnodes {c.nnodes} are numbered from 0 on",
     ),
     (
+        lambda c: c.nnodes > 1 and c.pipeline_parallel_size % c.nnodes != 0 and c.pipeline_parallel_size > 1,
+        "--nnodes {c.nnodes} does not divide --pipeline-parallel-size {c.pipeline_parallel_size}: a machine has whole "
+        "stages; give a multiple of {c.nnodes}, or leave it out: the workers of all machines share each layer then",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.headless != c.has_only_workers,
+        "--nnodes {c.nnodes} --node-rank {c.node_rank}: machine 0 has the server, the others have workers only; give "
+        "--headless on all but machine 0",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.fleet_key is None,
+        "--nnodes {c.nnodes}: machines reach one another over TCP, with a key that all have: quire fleet key > FILE "
+        "makes one; give --fleet-key FILE on each",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.master_port == _MAX_PORT,
+        "--master-port {c.master_port} is the first of two ports that follow one another, and the last of all is 65535",
+    ),
+    (
         lambda c: c.executor_backend == "uni" and c.world_size > 1,
         "--distributed-executor-backend uni has one worker, and {c.world_size} are asked for; use mp or leave it out",
     ),
@@ -420,10 +450,10 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "use mp, the default",
     ),
     (
-        lambda c: c.nnodes > 1,
-        "--nnodes {c.nnodes}",
-        "the workers of an engine are on one machine; start an engine on each (--data-parallel-size, and --headless on "
-        "all but the first), or make the model smaller (--quantization int4)",
+        lambda c: c.nnodes > 1 and c.data_parallel_size > 1,
+        "--nnodes {c.nnodes} with --data-parallel-size {c.data_parallel_size}",
+        "an engine on several machines is the only one of its server; start a server for each such engine, or engines "
+        "of one machine each (--data-parallel-size, and --headless on all but the first)",
     ),
     (
         lambda c: c.data_parallel_multi_port_external_lb,
