@@ -35,7 +35,8 @@ class WorkersHello(msgspec.Struct, tag="hello"):
     facts: dict[str, str]
     """Settings that must be the same on all machines, by the name of their flag."""
     host: str
-    pid: int
+    program: bytes
+    """Name of the program that runs there, which keeps it over its connections."""
 
 
 class WorkersRefusal(msgspec.Struct, tag="refusal"):

@@ -111,8 +111,8 @@ class RemoteWorker:
 class _Node:
     """A machine that has been let in."""
 
-    def __init__(self, identity: bytes, host: str) -> None:
-        self.identity, self.host = identity, host
+    def __init__(self, identity: bytes, host: str, program: bytes) -> None:
+        self.identity, self.host, self.program = identity, host, program
         self.is_lost = False
 
 
@@ -152,6 +152,13 @@ class MachineTable:
         found = (number for number, node in self.nodes.items() if node.identity == identity and not node.is_lost)
         return next(found, None)
 
+    def find_former(self, identity: bytes, hello: WorkersHello) -> int | None:
+        """Returns the number of a machine that has connected anew, and so has lost the connection it had before."""
+        known = self.nodes.get(hello.node)
+        if known is None or known.is_lost or known.identity == identity:
+            return None
+        return hello.node if known.program == hello.program else None
+
     def has_rank(self, number: int, rank: int) -> bool:
         """Returns whether a worker is on machine `number`."""
         return rank in ranks_of_part(self.parts, number)
@@ -166,7 +173,7 @@ class MachineTable:
             self._refusals[number] = why
             logger.warning("machine %d (%s) was refused: %s", number, hello.host, why)
             return WorkersRefusal(why)
-        self.nodes[number] = _Node(identity, hello.host)
+        self.nodes[number] = _Node(identity, hello.host, hello.program)
         logger.info("machine %d (%s) runs workers %s", number, hello.host, list(ranks_of_part(self.parts, number)))
         return WorkersWelcome(encode_config(self._config), self.session, self.parts, number)
 
@@ -336,6 +343,8 @@ class WorkerHub(threading.Thread):
             logger.warning("a message of a machine with workers was dropped: %s", e)
             return
         if isinstance(message, WorkersHello):
+            if (former := self._table.find_former(identity, message)) is not None:
+                self._lose(former, f"is lost: the connection to machine {former} ({message.host}) was interrupted")
             with self._changed:
                 answer = self._table.greet(identity, message)
                 self._changed.notify_all()

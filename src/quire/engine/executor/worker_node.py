@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import secrets
 import signal
 import socket
@@ -116,7 +115,7 @@ class WorkersNode:
         parallel = config.parallel_config
         self._addresses = link_addresses(parallel.master_addr, parallel.master_port)
         self._silence_s = parallel.engine_link_timeout_s
-        self._wakeup = Wakeup()
+        self._program, self._wakeup = secrets.token_bytes(8), Wakeup()
         self._is_asked = self._has_said = False
         self.pids: list[int] = []
         """Process ids of the workers that run now."""
@@ -160,7 +159,7 @@ class WorkersNode:
             self._num_nodes,
             describe_workers(self._config),
             socket.gethostname(),
-            os.getpid(),
+            self._program,
         )
         deadline = time.monotonic() + limit_s
         while not self._is_asked:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config.engine import EngineConfig
@@ -24,11 +25,12 @@ from quire.engine.executor.worker_node import WorkersNode
 from quire.errors import ConfigError, ModelLoadError, NodesMissingError, ServerError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import ModelRunnerOutput
+from quire.wire.handshake import PROTOCOL_VERSION
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from quire.wire.nodes import make_fleet_key, read_fleet_key
-from quire.wire.worker_link import Abort
+from quire.wire.worker_link import Abort, WorkersHello, WorkersWelcome
 
 from .test_multiproc import is_gone, step
 
@@ -267,6 +269,19 @@ def test_only_one_machine_has_a_number(machines: Callable[..., Machines]) -> Non
         raise three.errors[0]
     assert executor.execute_model(step()) == ModelRunnerOutput(["r"], [[0]]), "the first one serves on"
     executor.shutdown()
+
+
+def test_a_machine_that_connects_anew_has_lost_its_workers(machines: Callable[..., Machines]) -> None:
+    """It is let in by the next life of the engine: its program must not end."""
+    table = worker_hub.MachineTable(machines().config(0), [1, 1])
+    hello = WorkersHello(PROTOCOL_VERSION, 1, 2, worker_hub.describe_workers(machines().config(0)), "host", b"7")
+    assert isinstance(table.greet(b"a", hello), WorkersWelcome)
+    assert (table.greet(b"a", hello), table.find_former(b"a", hello)) == (None, None), "it has said so twice"
+    assert table.find_former(b"b", hello) == 1
+    table.nodes[1].is_lost = True
+    assert (table.greet(b"b", hello), table.find(b"b"), table.find_former(b"b", hello)) == (None, None, None)
+    table.nodes[1].is_lost = False
+    assert table.find_former(b"b", msgspec.structs.replace(hello, program=b"8")) is None, "another program"
 
 
 def test_another_key_is_no_way_in(
