@@ -19,6 +19,7 @@ LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
 """Imported before torch, it leaves out what our workers do not use, but transformers does."""
 EXECUTORS: dict[str, str] = {
     "mp": "quire.engine.executor.multiproc:MultiprocExecutor",
+    "ray": "quire.on_ray.executor:RayExecutor",
     "uni": "quire.engine.executor.uniproc:UniProcExecutor",
 }
 """Executors by the name of --distributed-executor-backend."""
@@ -141,8 +142,8 @@ class ParallelConfig:
     master_port: int = flag(29501, "Port of machine 0 of --nnodes.", **_PORT)
     distributed_executor_backend: str | None = flag(
         None,
-        "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
-        " Default: uni for one worker, else mp.",
+        "Executor: uni (the worker lives in the engine's process), mp (workers are processes), ray (Ray places them), "
+        "or package.module:Class. Default: uni for one worker, else mp.",
     )
     enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
     elastic_ep_max_dp_size: int | None = flag(
@@ -445,7 +446,12 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
     (
-        lambda c: c.executor_backend in ("ray", "external_launcher"),
+        lambda c: c.executor_backend == "ray" and (c.data_parallel_size > 1 or c.is_on_ray),
+        "--distributed-executor-backend ray with --data-parallel-size {c.data_parallel_size}",
+        "use --data-parallel-backend ray, which places engines of one node each",
+    ),
+    (
+        lambda c: c.executor_backend == "external_launcher",
         "executor {c.executor_backend}",
         "use mp, the default",
     ),

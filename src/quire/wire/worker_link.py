@@ -124,6 +124,8 @@ class WorkerNetwork(msgspec.Struct, frozen=True):
     share: int
     """Number of the worker's machine among them."""
     silence_s: float
+    num_neighbours: int = 0
+    """Workers of the engine on the same computer that count as another machine's."""
 
     def ranks(self, share: int | None = None) -> range:
         """Returns the ranks on a machine; None: on the worker's own."""

@@ -163,7 +163,9 @@ class Worker:
     def _num_workers(self) -> int:
         """Number of workers on this machine."""
         parallel, links = self.config.parallel_config, self._links
-        return (len(links.ranks) if links and links.ranks else parallel.world_size) * parallel.num_local_engines
+        if links is None or links.network is None:
+            return parallel.world_size * parallel.num_local_engines
+        return (len(links.network.ranks()) + links.network.num_neighbours) * parallel.num_local_engines
 
     @property
     def _topology(self) -> Topology:

@@ -91,6 +91,10 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         ConfigError, match=r"--nnodes 2 with --data-parallel-size 2 is not supported yet: .* a server for"
     ):
         ParallelConfig(**MACHINES | {"data_parallel_size": 2})
+    with pytest.raises(
+        ConfigError, match=r"backend ray with --data-parallel-size 2 is not supported yet: .* one node each"
+    ):
+        ParallelConfig(data_parallel_size=2, distributed_executor_backend="ray")
 
 
 def test_each_machine_has_an_equal_share_of_the_workers() -> None:

@@ -102,12 +102,16 @@ class MultiprocExecutor(Executor):
             assert group.calls_reader is not None, "there is a network"
             stamp("executor", allowance_s=HANDSHAKE_TIMEOUT_S)
             self._hub.serve(group.calls_reader, group.outlet)
-            self._hub.wait(check=self._check_alive)
+            self._hub.wait(check=self._check_starting)
             stamp("machines")
             self._workers += self._hub.workers
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         self._on_failure = callback
+
+    def _check_starting(self) -> None:
+        """Raises an error if a worker has ended while others are waited for."""
+        self._check_alive()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -109,8 +109,19 @@ class _Connection:
 class WorkersNode:
     """The workers of this machine. `run` serves until `ask_end`, or until the server ends."""
 
-    def __init__(self, config: EngineConfig, fleet_key: bytes, node: int, num_nodes: int) -> None:
-        """`node` is the number of this machine among `num_nodes`."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        fleet_key: bytes,
+        node: int,
+        num_nodes: int,
+        *,
+        num_neighbours: int = 0,
+        serves_once: bool = False,
+    ) -> None:
+        """`node` is the number of this machine among `num_nodes`; `num_neighbours` as in `WorkerNetwork`. With
+        `serves_once` it has workers for one life of the engine only."""
+        self._num_neighbours, self._serves_once = num_neighbours, serves_once
         self._config, self._key, self._node, self._num_nodes = config, fleet_key, node, num_nodes
         parallel = config.parallel_config
         self._addresses = link_addresses(parallel.master_addr, parallel.master_port)
@@ -135,6 +146,8 @@ class WorkersNode:
                     if welcome is None:
                         return
                     is_final = self._serve(link, welcome)
+                    if self._serves_once:
+                        return
                     limit_s = SUCCESSOR_S if is_final else HANDSHAKE_TIMEOUT_S
         finally:
             self._wakeup.close()
@@ -199,7 +212,13 @@ class WorkersNode:
     def _serve(self, link: _Connection, welcome: WorkersWelcome) -> bool:
         """Runs workers for a life of the engine. Returns whether that has ended in good order."""
         network = WorkerNetwork(
-            self._addresses[1], self._key, welcome.session, welcome.parts, welcome.share, self._silence_s
+            self._addresses[1],
+            self._key,
+            welcome.session,
+            welcome.parts,
+            welcome.share,
+            self._silence_s,
+            self._num_neighbours,
         )
         late, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:

@@ -272,7 +272,7 @@ def test_only_one_machine_has_a_number(machines: Callable[..., Machines]) -> Non
 
 
 def test_a_machine_that_connects_anew_has_lost_its_workers(machines: Callable[..., Machines]) -> None:
-    """It is let in by the next life of the engine: its program must not end."""
+    """Its program must not end: the next life of the engine lets it in."""
     table = worker_hub.MachineTable(machines().config(0), [1, 1])
     hello = WorkersHello(PROTOCOL_VERSION, 1, 2, worker_hub.describe_workers(machines().config(0)), "host", b"7")
     assert isinstance(table.greet(b"a", hello), WorkersWelcome)
