@@ -28,7 +28,7 @@ class ApartWorker:
     """Answers with its rank. Steps whose request names a fault have it."""
 
     def __init__(self, config: EngineConfig, rank: int, links: WorkerLinks) -> None:
-        self.rank, self._file = rank, links.shared_file
+        self.rank, self._file, self._links = rank, links.shared_file, links
         self.loaded: list[AdapterKey] = []
 
     def init_device(self) -> None:
@@ -103,6 +103,22 @@ class ApartWorker:
     def get_pid(self) -> int:
         """Process id."""
         return os.getpid()
+
+    def get_numbers(self) -> list[int]:
+        """Numbers of its machine: its first worker, and those of all machines."""
+        network = self._links.network
+        return [self._links.ranks[0], *(network.parts if network is not None else ())]
+
+    def pass_on(self, size: int) -> int:
+        """Sends so many bytes to the next stage. Returns how many came, and one more each; the first stage's own."""
+        inlet, outlet = self._links.inlet, self._links.outlet
+        if inlet is not None:
+            frames = inlet.receive(60)
+            assert frames is not None
+            size = len(frames[1]) + 1
+        if outlet is not None:
+            outlet.send([b"states", bytes(size)])
+        return size
 
     def get_cpus(self) -> list[int]:
         """Processors that it may use."""

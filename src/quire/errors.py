@@ -19,6 +19,7 @@
         ├── GenerationError         500  this request failed inside the engine; others live
         ├── DeadlineExceededError   504  the request's time was up; it was aborted, or never begun
         └── EngineDeadError         500  the engine core is gone
+            └── NodesMissingError   500  machines with its workers did not come
 
 A message gives the situation, the value, the limit and the remedy, in that order, in one line.
 """
@@ -128,6 +129,10 @@ class DeadlineExceededError(ServerError):
 
 class EngineDeadError(ServerError):
     """The engine core is gone and cannot serve this request."""
+
+
+class NodesMissingError(EngineDeadError):
+    """Machines that have workers of the engine are not there, and were waited for: it is not started again."""
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

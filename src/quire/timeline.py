@@ -26,21 +26,23 @@ class Stamp(NamedTuple):
 
 
 _stamps: dict[str, Stamp] = {}
-_listeners: list[Callable[[int], None]] = []
+_listeners: list[Callable[[int, float], None]] = []
 
 
-def stamp(name: str) -> None:
-    """Notes that `name` is done. The first time counts, so code that runs again later may stamp, too."""
+def stamp(name: str, *, allowance_s: float = 0.0) -> None:
+    """Notes that `name` is done. The first time counts, so code that runs again later may stamp, too. What follows may
+    take `allowance_s`, where it waits for others; 0: as long as it usually does."""
     if name not in _stamps:
         _stamps[name] = Stamp(name, time.monotonic(), time.process_time())
         for listener in _listeners:
-            listener(len(_stamps))
+            listener(len(_stamps), allowance_s)
 
 
-def listen(listener: Callable[[int], None]) -> Callable[[], None]:
-    """Calls `listener` with the number of stamps now and after each further one; returns a function that ends this."""
+def listen(listener: Callable[[int, float], None]) -> Callable[[], None]:
+    """Calls `listener` with the number of stamps and the allowance of the last one, now and after each further one;
+    returns a function that ends this."""
     _listeners.append(listener)
-    listener(len(_stamps))
+    listener(len(_stamps), 0.0)
     return lambda: _listeners.remove(listener)
 
 

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "face",
     },
     "testing": {"vocabulary", "config", "wire", "kv_store", "worker", "engine", "frontend", "testing", "cli", "face"},
-    "on_ray": {"vocabulary", "config", "wire", "frontend", "on_ray"},
+    "on_ray": {"vocabulary", "config", "wire", "engine", "frontend", "on_ray"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
@@ -75,7 +75,7 @@ ONLY_IN: dict[str, set[str]] = {
     "gguf": {"quire.cli.gguf_checkpoint"},
     "prometheus_client": {"quire.frontend.metrics.server_metrics", "quire.testing.metrics_audit"},
     "aiohttp": {"quire.cli.remote.client"},
-    "ray": {"quire.on_ray.manager"},
+    "ray": {"quire.on_ray.manager", "quire.on_ray.executor"},
 }
 """Third-party packages that only these modules of cli, frontend and testing may touch (and, for torch, worker/)."""
 

@@ -1,21 +1,28 @@
-"""Engines as actors of a Ray cluster on this machine: one is killed, and a node of the cluster, under load."""
+"""Engines, and the workers of an engine, as actors of a Ray cluster on this machine: one is killed under load."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from quire import LoRARequest
 from quire.errors import ConfigError
 from quire.frontend.client.link import LinkState
 
 from .harness import check_free, fake_args, running
 from .test_engine_set import dp_client, wait_for
 from .test_nodes import free_ports, is_running, read_while
+from .test_workers import PROMPTS, adapter, expected, tokens_of
+from .test_workers import make as make_llm
+
+__all__ = ["adapter", "expected"]  # fixtures
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -86,3 +93,45 @@ def test_an_engine_that_cannot_start_ends_the_server_with_its_error(cluster: Any
                 pass
 
     asyncio.run(run())
+
+
+def actors_with_workers() -> list[int]:
+    """Returns the process ids of the actors that have workers of an engine."""
+    found = set[int]()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"quire.worker.proc" in (path / "cmdline").read_bytes():
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if b"WorkersActor" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                    found.add(parent)
+    return sorted(found)
+
+
+def test_a_killed_actor_with_workers_costs_no_token(
+    cluster: Any, expected: list[list[int]], adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage is on each node of the cluster; the other engine has one worker."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+
+    async def run() -> None:
+        llm = make_llm(pipeline_parallel_size=2, distributed_executor_backend="ray")
+        try:
+            started, client = asyncio.Event(), cast(Any, llm.engine_core)
+            streams = [asyncio.create_task(tokens_of(llm, i, adapter, started)) for i in range(len(PROMPTS))]
+            await asyncio.wait_for(started.wait(), 120)
+            first, second = actors_with_workers()
+            os.kill(second, signal.SIGKILL)
+            assert await asyncio.wait_for(asyncio.gather(*streams), 180) == expected
+            assert client.counts["worker_deaths.killed"] == 1
+            assert first not in actors_with_workers(), "the next life of the engine has actors of its own"
+        finally:
+            llm.shutdown()
+        await wait_for(lambda: not actors_with_workers())
+
+    asyncio.run(run())
+
+
+def test_an_engine_without_room_in_the_cluster_is_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with pytest.raises(ConfigError, match="2 stages of 2 CPUs each find no room in the Ray cluster"):
+        make_llm(pipeline_parallel_size=2, tensor_parallel_size=2, distributed_executor_backend="ray")

@@ -51,14 +51,14 @@ def test_without_a_readable_stat_it_is_the_first_stamp(tmp_path: Path, text: str
 
 
 def test_a_listener_is_called_with_the_number_of_stamps_until_it_is_removed() -> None:
-    heard: list[int] = []
-    stop = timeline.listen(heard.append)
+    heard: list[tuple[int, float]] = []
+    stop = timeline.listen(lambda *words: heard.append(words))
     timeline.stamp("a")
     timeline.stamp("a")
-    timeline.stamp("b")
+    timeline.stamp("b", allowance_s=300.0)
     stop()
     timeline.stamp("c")
-    assert heard == [0, 1, 2]
+    assert heard == [(0, 0.0), (1, 0.0), (2, 300.0)]
 
 
 @pytest.mark.parametrize(

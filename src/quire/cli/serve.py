@@ -29,6 +29,8 @@ from quire.timeline import hold_garbage
 
 logger = init_logger(__name__)
 
+ENGINES_NODE = "quire.frontend.supervision.node:serve_node"
+WORKERS_NODE = "quire.engine.executor.worker_node:serve_workers"
 TRACE_EVENTS = 50_000
 """Events kept for /debug/trace where there are admin routes, unless --trace-events says otherwise."""
 _ANYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\])(?=[:/]|$)")
@@ -86,7 +88,8 @@ def run(args: Arguments) -> int:
     if engine_config.parallel_config.headless:
         if args.given_among(("api_server_count",)).get("api_server_count"):
             raise ConfigError("--headless answers no HTTP: leave --api-server-count out")
-        resolve("quire.frontend.supervision.node:serve_node")(engine_config)
+        has_only_workers = engine_config.parallel_config.has_only_workers
+        resolve(WORKERS_NODE if has_only_workers else ENGINES_NODE)(engine_config)
         logger.info("quire: ended")
         return 0
     if engine_config.parallel_config.data_parallel_multi_port_external_lb:

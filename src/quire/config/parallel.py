@@ -20,6 +20,7 @@ LEAN_TORCH = "quire.worker.lean_torch:LazyFinder"
 """Imported before torch, it leaves out what our workers do not use, but transformers does."""
 EXECUTORS: dict[str, str] = {
     "mp": "quire.engine.executor.multiproc:MultiprocExecutor",
+    "ray": "quire.on_ray.executor:RayExecutor",
     "uni": "quire.engine.executor.uniproc:UniProcExecutor",
 }
 """Executors by the name of --distributed-executor-backend."""
@@ -144,8 +145,8 @@ class ParallelConfig:
     master_port: int = flag(29501, "Port of machine 0 of --nnodes.", **_PORT)
     distributed_executor_backend: str | None = flag(
         None,
-        "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
-        " Default: uni for one worker, else mp.",
+        "Executor: uni (the worker lives in the engine's process), mp (workers are processes), ray (Ray places them), "
+        "or package.module:Class. Default: uni for one worker, else mp.",
     )
     enable_elastic_ep: bool = flag(
         False, "Begin with one engine of a mixture, to which others can be added that share its experts."
@@ -192,6 +193,17 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_ranks(self) -> range:
+        """Workers of an engine on this machine, where you start them on each (--nnodes)."""
+        size = self.world_size // self.nnodes
+        return range(self.node_rank * size, (self.node_rank + 1) * size)
+
+    @property
+    def has_only_workers(self) -> bool:
+        """True if this machine has workers of an engine whose core is on another machine."""
+        return self.node_rank > 0
 
     @property
     def layer_partition(self) -> tuple[int, ...]:
@@ -431,6 +443,25 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "--node-rank {c.node_rank}: the machines of --nnodes {c.nnodes} are numbered from 0 on",
     ),
     (
+        lambda c: c.nnodes > 1 and c.pipeline_parallel_size % c.nnodes != 0 and c.pipeline_parallel_size > 1,
+        "--nnodes {c.nnodes} does not divide --pipeline-parallel-size {c.pipeline_parallel_size}: a machine has whole "
+        "stages; give a multiple of {c.nnodes}, or leave it out: the workers of all machines share each layer then",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.headless != c.has_only_workers,
+        "--nnodes {c.nnodes} --node-rank {c.node_rank}: machine 0 has the server, the others have workers only; give "
+        "--headless on all but machine 0",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.fleet_key is None,
+        "--nnodes {c.nnodes}: machines reach one another over TCP, with a key that all have: quire fleet key > FILE "
+        "makes one; give --fleet-key FILE on each",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.master_port == _MAX_PORT,
+        "--master-port {c.master_port} is the first of two ports that follow one another, and the last of all is 65535",
+    ),
+    (
         lambda c: c.executor_backend == "uni" and c.world_size > 1,
         "--distributed-executor-backend uni has one worker, and {c.world_size} are asked for; use mp or leave it out",
     ),
@@ -468,15 +499,20 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
     (
-        lambda c: c.executor_backend in ("ray", "external_launcher"),
+        lambda c: c.executor_backend == "ray" and (c.data_parallel_size > 1 or c.is_on_ray),
+        "--distributed-executor-backend ray with --data-parallel-size {c.data_parallel_size}",
+        "use --data-parallel-backend ray, which places engines of one node each",
+    ),
+    (
+        lambda c: c.executor_backend == "external_launcher",
         "executor {c.executor_backend}",
         "use mp, the default",
     ),
     (
-        lambda c: c.nnodes > 1,
-        "--nnodes {c.nnodes}",
-        "the workers of an engine are on one machine; start an engine on each (--data-parallel-size, and --headless on "
-        "all but the first), or make the model smaller (--quantization int4)",
+        lambda c: c.nnodes > 1 and c.data_parallel_size > 1,
+        "--nnodes {c.nnodes} with --data-parallel-size {c.data_parallel_size}",
+        "an engine on several machines is the only one of its server; start a server for each such engine, or engines "
+        "of one machine each (--data-parallel-size, and --headless on all but the first)",
     ),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

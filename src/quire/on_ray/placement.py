@@ -7,7 +7,7 @@ node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from quire.errors import ConfigError
@@ -111,6 +111,47 @@ def _explain(nodes: Sequence[RayNode], wish: Wish, left: int) -> str:
 
 def _describe_cpus(wish: Wish) -> str:
     return f"{wish.num_workers * (wish.cpus_per_worker or 1)} CPUs"
+
+
+class StagePlan(NamedTuple):
+    """Bundles for the stages of one engine, and how Ray places them."""
+
+    bundles: list[dict[str, float]]
+    threads: int
+    """Threads of each worker."""
+    strategy: str
+    """Strategy of the placement group."""
+
+
+def plan_stages(
+    nodes: Sequence[RayNode], num_stages: int, num_workers: int, cpus_per_worker: int | None, strategy: str | None
+) -> StagePlan:
+    """Returns the bundles of an engine of `num_stages` with `num_workers` each, all of which are on one node, as stages
+    that follow one another need not be. `strategy`: strict and fill: all stages on one node; span: on several; None: on
+    one if there is room. Raises ConfigError where the cluster has not enough of what they need."""
+    strategies: dict[str, tuple[str, Callable[[int], int]]] = {
+        "strict": ("STRICT_PACK", lambda cpus: max((int(node.cpus // cpus) for node in nodes), default=0)),
+        "span": ("PACK", lambda cpus: sum(int(node.cpus // cpus) for node in nodes)),
+    }
+    named = {None: ["strict", "span"], "fill": ["strict"]}.get(strategy, [str(strategy)])
+    if any(name not in strategies for name in named):
+        raise ConfigError(f"QUIRE_RAY_DP_PACK_STRATEGY={strategy} is not supported; use strict, fill or span")
+    for name in named:
+        kind, count = strategies[name]
+        for threads in [cpus_per_worker] if cpus_per_worker else range(_most_cpus(nodes) // num_workers, 0, -1):
+            if count(threads * num_workers) >= num_stages:
+                return StagePlan([{"CPU": float(threads * num_workers)}] * num_stages, threads, kind)
+    there = "; ".join(f"{node.ip}: {node.cpus:g} CPUs" for node in nodes) or "no node"
+    each = num_workers * (cpus_per_worker or 1)
+    raise ConfigError(
+        f"{num_stages} stages of {each} CPUs each find no room in the Ray cluster"
+        f"{' on one node' if named == ['strict'] else ''}, and there is {there}; add nodes, or give a smaller "
+        "--pipeline-parallel-size or --tensor-parallel-size"
+    )
+
+
+def _most_cpus(nodes: Sequence[RayNode]) -> int:
+    return max((int(node.cpus) for node in nodes), default=0)
 
 
 PREFIXES = ("QUIRE_", "NCCL_", "UCX_", "HF_", "HUGGING_FACE_")

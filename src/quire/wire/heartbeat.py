@@ -126,10 +126,11 @@ class HeartbeatPage:
         with path.open("r+b") as file:
             return cls(mmap.mmap(file.fileno(), PAGE_BYTES))
 
-    def begin_stage(self, stage: int) -> None:
-        """Enters a stage of the start. Stages are numbered upwards from 1; a page never written is in stage 0."""
+    def begin_stage(self, stage: int, allowance_s: float = 0.0) -> None:
+        """Enters a stage of the start, which may take `allowance_s`. Stages are numbered upwards from 1; a page never
+        written is in stage 0."""
         self._is_starting, self.step = True, stage
-        self._write(Phase.STARTING, 0.0, None)
+        self._write(Phase.STARTING, allowance_s, None)
 
     def begin_phase(self, phase: Phase, expected_s: float = 0.0) -> None:
         """Enters a phase now. A step's request ids stay until the next `begin_step` or IDLE."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from quire.errors import ServerError
 from quire.wire.serial import Frame
 from quire.wire.shared_memory import make_shared_file
+from quire.wire.worker_link import WorkerNetwork
 
 NUM_SLOTS = 64
 SLOT_BYTES = 64 << 10
@@ -140,6 +141,12 @@ class RingWriter(_Ring):
         self._set(self._written, 0)
         self._wake()
 
+    def end(self) -> None:
+        """Unmaps the memory and closes the sockets."""
+        self.close()
+        for waker in self._wakers:
+            waker.close()
+
     def _await_room(self, check: Callable[[], None]) -> None:
         while self._written >= self._has_room_until:
             least = min(self._get(1 + reader) for reader in range(self._num_readers))
@@ -194,6 +201,11 @@ class RingReader(_Ring):
             if (left is not None and left <= 0) or not self._sleep(left):
                 return None
         return self.take()
+
+    def end(self) -> None:
+        """Unmaps the memory and closes the socket."""
+        self.close()
+        self.waker.close()
 
     def is_ready(self) -> bool:
         """Returns whether a message has begun to arrive."""
@@ -268,3 +280,7 @@ class WorkerLinks(NamedTuple):
     """Brings the hidden states of the stage before; None: this is the first."""
     outlet: RingWriter | None = None
     """Takes hidden states to the stage after; None: this is the last, or another worker of the stage sends them."""
+    ranks: range = range(0)
+    """Workers of the engine on this machine; empty: all."""
+    network: WorkerNetwork | None = None
+    """Leads to the workers on other machines; None: there are none."""

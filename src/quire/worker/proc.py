@@ -40,6 +40,7 @@ from quire.wire.worker_calls import (
     encode_reply,
     encode_transfer_report,
 )
+from quire.wire.worker_link import WorkerNetwork, decode_network
 from quire.worker.host import cpu_quota
 
 logger = init_logger("quire.worker.proc")  # as a process this module is __main__
@@ -65,6 +66,10 @@ class WorkerOptions(NamedTuple):
     """The ring that brings hidden states from the stage before, and this worker's end of its sockets."""
     outlet: tuple[int, ...] = ()
     """The ring to the stage after, and the ends of its sockets."""
+    ranks: tuple[int, ...] = ()
+    """Workers on this machine; empty: all of the engine."""
+    num_readers: int = 0
+    """Readers of `calls`, of which this machine's workers are the first; 0: there are no others."""
 
 
 def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
@@ -72,16 +77,18 @@ def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
     parser = argparse.ArgumentParser(prog="python -m quire.worker.proc", description="A worker; started by Quire.")
     for name in ("rank", "parent-pid", "shared-file", "calls", "answers", "waker", "late"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("cpus", "inlet", "outlet"):
+    parser.add_argument("--num-readers", type=int, default=0)
+    for name in ("cpus", "inlet", "outlet", "ranks"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(int(n) for n in text.split(",") if n), default=())
     return WorkerOptions(**vars(parser.parse_args(argv)))
 
 
-def read_config(pipe: int) -> EngineConfig:
-    """Returns the configuration that the executor writes first: its length in 8 bytes, then itself."""
+def read_start(pipe: int) -> tuple[EngineConfig, WorkerNetwork | None]:
+    """Returns what the executor writes first, the length of each in 8 bytes and then itself: the configuration, and
+    what leads to other machines, or nothing."""
     with os.fdopen(os.dup(pipe), "rb", closefd=True, buffering=0) as file:
-        size = int.from_bytes(_read_exactly(file.read, 8), "little")
-        return decode_config(_read_exactly(file.read, size))
+        parts = [_read_exactly(file.read, int.from_bytes(_read_exactly(file.read, 8), "little")) for _ in range(2)]
+    return decode_config(parts[0]), decode_network(parts[1])
 
 
 def _read_exactly(read: Callable[[int], bytes | None], size: int) -> bytes:
@@ -100,7 +107,7 @@ def topology_of(config: EngineConfig) -> Topology:
     return Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
 
 
-def join_stages(options: WorkerOptions, topology: Topology) -> WorkerLinks:
+def join_stages(options: WorkerOptions, topology: Topology, network: WorkerNetwork | None = None) -> WorkerLinks:
     """Returns the worker's ends of what the workers share."""
     inlet: RingReader | None = None
     outlet: RingWriter | None = None
@@ -111,23 +118,25 @@ def join_stages(options: WorkerOptions, topology: Topology) -> WorkerLinks:
     if options.outlet:
         fd, *wakers = options.outlet
         sockets = [socket.socket(fileno=waker) for waker in wakers]
-        outlet = RingWriter(fd, sockets, num_slots=count_slots(fd, topology.tp))
-    return WorkerLinks(options.shared_file, inlet, outlet)
+        outlet = RingWriter(fd, sockets, num_slots=count_slots(fd, len(sockets)))
+    ranks = range(options.ranks[0], options.ranks[-1] + 1) if options.ranks else range(topology.world_size)
+    return WorkerLinks(options.shared_file, inlet, outlet, ranks, network)
 
 
 class WorkerProc:
     """Serves the calls of one worker."""
 
-    def __init__(self, options: WorkerOptions, config: EngineConfig) -> None:
+    def __init__(self, options: WorkerOptions, config: EngineConfig, network: WorkerNetwork | None = None) -> None:
         topology = topology_of(config)
         waker = socket.socket(fileno=options.waker)
-        self._calls = RingReader(options.calls, waker, options.rank, topology.world_size)
+        links = join_stages(options, topology, network)
+        num_readers = options.num_readers or topology.world_size
+        self._calls = RingReader(options.calls, waker, links.ranks.index(options.rank), num_readers)
         self._answers = RingWriter(options.answers, [waker])
         self._late, self._rank = socket.socket(fileno=options.late), options.rank
         self._encoder = MsgpackEncoder()
         self._shared_file = options.shared_file
         self._answers_steps = options.rank == topology.output_rank
-        links = join_stages(options, topology)
         self.worker: Any = resolve(config.parallel_config.worker_cls)(config, options.rank, links)
         if config.kv_transfer_config.connector is not None:
             self.worker.register_transfer_callback(self._report)
@@ -226,13 +235,13 @@ def main() -> NoReturn:
     exit_code = 0
     try:
         arm_failpoints()
-        config = read_config(PARENT_PIPE)
+        config, network = read_start(PARENT_PIPE)
         parallel = config.parallel_config
         set_process_title(topology_of(config).worker_title(options.rank))
         threading.Thread(target=_watch_parent, name="Parent", daemon=True).start()
         for name in parallel.worker_names(config.model_config.implementation.name):
             resolve(name)
-        proc = WorkerProc(options, config)
+        proc = WorkerProc(options, config, network)
         release_garbage()
         proc.run()
     except BaseException:

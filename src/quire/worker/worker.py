@@ -38,6 +38,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
 from quire.worker.parallel.collectives import Collectives
 from quire.worker.parallel.fingerprint import digest_weights, make_numerics_id
+from quire.worker.parallel.net import NetCollectives
 from quire.worker.parallel.plan import Stage
 from quire.worker.parallel.pool import ExpertsPool, PooledRunner
 from quire.worker.parallel.shm import ShmCollectives
@@ -128,6 +129,9 @@ class Worker:
         assert self._links is not None, "an executor of several workers gives them links"
         start = 0 if self._stage is None else self._stage.index * WORKERS_FILE_BYTES
         file, rows, threads = self._links.shared_file, self._max_rows, self._num_threads
+        network = self._links.network
+        if network is not None and self.group.size > len(network.ranks()):
+            return NetCollectives(file, self.group, self.kernels, rows, network, num_threads=threads)
         return ShmCollectives(file, self.group, self.kernels, rows, num_threads=threads, start=start)
 
     def join_engines(self, epoch: int) -> None:
@@ -178,8 +182,10 @@ class Worker:
     @property
     def _num_workers(self) -> int:
         """Number of workers on this machine."""
-        parallel = self.config.parallel_config
-        return parallel.world_size * len(parallel.machine_engines)
+        parallel, links = self.config.parallel_config, self._links
+        if links is None or links.network is None:
+            return parallel.world_size * len(parallel.machine_engines)
+        return (len(links.network.ranks()) + links.network.num_neighbours) * len(parallel.machine_engines)
 
     @property
     def _topology(self) -> Topology:
@@ -307,7 +313,8 @@ class Worker:
             mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         if self._pool is not None:
             mapped_bytes += self._pool.num_bytes
-        free = max(0, host.available_cpu_memory() - mapped_bytes) // len(self.config.parallel_config.machine_engines)
+        free = max(0, host.available_cpu_memory() - mapped_bytes)
+        free = free * self.config.parallel_config.world_size // self._num_workers  # as if all workers were here
         return self._share_of(host.cpu_kv_cache_bytes(free, useful))
 
     @property

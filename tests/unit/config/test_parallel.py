@@ -9,6 +9,7 @@ import pytest
 from quire.cli.serve import command_line
 from quire.config import parallel
 from quire.config.parallel import ParallelConfig
+from quire.engine.executor.worker_process import bind_cpus
 from quire.errors import ConfigError
 
 SHORT = {
@@ -28,6 +29,7 @@ SHORT = {
     "-n": "nnodes",
     "-r": "node_rank",
 }
+MACHINES: dict[str, Any] = {"nnodes": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "fleet_key": "k"}
 EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 PORTS: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -63,6 +65,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"headless": True}, "give --fleet-key FILE on each"),
     ({"headless": True, "fleet_key": "k", "engine_host": "::1"}, "--engine-host ::1 is for engines of this machine"),
     ({"data_parallel_rpc_port": 65534}, "65534 is the first of three ports"),
+    (MACHINES | {"fleet_key": None}, "--nnodes 2: machines reach one another over TCP, with a key"),
+    (MACHINES | {"headless": True}, "give --headless on all but machine 0"),
+    (MACHINES | {"node_rank": 1}, "give --headless on all but machine 0"),
+    (MACHINES | {"node_rank": 2, "headless": True}, "--node-rank 2: the machines of --nnodes 2 are numbered from 0 on"),
+    (
+        MACHINES | {"pipeline_parallel_size": 3},
+        "does not divide --pipeline-parallel-size 3: a machine has whole stages",
+    ),
+    (MACHINES | {"master_port": 65535}, "65535 is the first of two ports"),
     (EXPERTS | {"data_parallel_rank": 1}, "those of one server on one machine, and this one has 1 of 2"),
     (EXPERTS | {"data_parallel_backend": "ray"}, "those of one server on one machine, and this one has 0 of 2"),
     (EXPERTS | {"distributed_executor_backend": "mp"}, "have their worker in their own process; leave it out"),
@@ -83,8 +94,22 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         assert not is_wanted(ParallelConfig())
         assert what.format(c=ParallelConfig())
         assert remedy
-    with pytest.raises(ConfigError, match=r"--nnodes 2 is not supported yet: .*; start an engine on each"):
-        ParallelConfig(nnodes=2, tensor_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match=r"--nnodes 2 with --data-parallel-size 2 is not supported yet: .* a server for"
+    ):
+        ParallelConfig(**MACHINES | {"data_parallel_size": 2})
+    with pytest.raises(
+        ConfigError, match=r"backend ray with --data-parallel-size 2 is not supported yet: .* one node each"
+    ):
+        ParallelConfig(data_parallel_size=2, distributed_executor_backend="ray")
+
+
+def test_each_machine_has_an_equal_share_of_the_workers() -> None:
+    first, second = ParallelConfig(**MACHINES), ParallelConfig(**MACHINES | {"node_rank": 1, "headless": True})
+    assert (first.local_ranks, first.has_only_workers) == (range(2), False)
+    assert (second.local_ranks, second.has_only_workers) == (range(2, 4), True)
+    assert ParallelConfig(tensor_parallel_size=3).local_ranks == range(3)
+    assert bind_cpus(second, num_workers=0) == []
 
 
 def test_engines_of_one_worker_share_experts_and_step_together() -> None:

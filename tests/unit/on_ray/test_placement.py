@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError
-from quire.on_ray.placement import Placement, RayNode, Wish, actor_environment, place_engines
+from quire.on_ray.placement import Placement, RayNode, StagePlan, Wish, actor_environment, place_engines, plan_stages
+from quire.resolve import resolve
 
 SMALL, LARGE = RayNode("10.0.0.2", 4), RayNode("10.0.0.1", 8)
 HEAD = "10.0.0.2"
@@ -51,6 +55,32 @@ def test_what_is_not_supported_is_refused() -> None:
         place_engines([LARGE], HEAD, Wish(1, 1), "span")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no node"):
         place_engines([], HEAD, Wish(1, 1), "strict")
+
+
+def test_stages_of_an_engine_are_on_one_node_if_there_is_room() -> None:
+    nodes = [SMALL, LARGE]
+    assert plan_stages(nodes, 2, 2, None, None) == StagePlan([{"CPU": 4.0}] * 2, 2, "STRICT_PACK")
+    assert plan_stages(nodes, 3, 2, 2, None) == StagePlan([{"CPU": 4.0}] * 3, 2, "PACK"), "no node has 12"
+    assert plan_stages(nodes, 2, 1, None, "span") == StagePlan([{"CPU": 4.0}] * 2, 4, "PACK")
+    with pytest.raises(ConfigError, match=r"3 stages of 4 CPUs each find no room in the Ray cluster on one node, and"):
+        plan_stages(nodes, 3, 2, 2, "fill")
+    with pytest.raises(
+        ConfigError, match=r"2 stages of 8 CPUs each find no room in the Ray cluster, and there is 10\.0"
+    ):
+        plan_stages(nodes, 2, 1, 8, None)
+    with pytest.raises(ConfigError, match="and there is no node; add nodes"):
+        plan_stages([], 1, 1, None, None)
+    with pytest.raises(ConfigError, match="QUIRE_RAY_DP_PACK_STRATEGY=wide is not supported; use strict, fill or span"):
+        plan_stages(nodes, 1, 1, None, "wide")
+
+
+def test_the_executor_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "quire.on_ray.executor", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"executor-backend ray: Ray cannot be imported .* pip install 'quire\[ray\]'"
+    ):
+        resolve(ParallelConfig(distributed_executor_backend="ray").executor_class)
 
 
 def test_the_environment_of_an_actor() -> None:

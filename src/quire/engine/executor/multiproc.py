@@ -12,7 +12,6 @@ steps. They are answered beside the steps, as are transfers of KV blocks: late_a
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import threading
 import time
@@ -21,21 +20,23 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn, cast
 
 from quire.config.engine import EngineConfig
-from quire.config.server import encode_config
 from quire.engine.executor.abstract import Executor
 from quire.engine.executor.late_answers import LateAnswers, join_infos
-from quire.engine.executor.worker_process import END_S, StagePipes, WorkerProcess, bind_cpus, max_hidden_bytes
-from quire.errors import ServerError, ValidationError, make_error
+from quire.engine.executor.worker_hub import RemoteWorker, WorkerHub
+from quire.engine.executor.worker_process import END_S, WorkerGroup, WorkerProcess
+from quire.errors import ConfigError, ServerError, ValidationError, make_error
 from quire.logger import init_logger
 from quire.lora_request import LoRARequest
+from quire.timeline import stamp
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from quire.wire.handshake import HANDSHAKE_TIMEOUT_S
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
-from quire.wire.ring import RingWriter, make_ring_file
+from quire.wire.nodes import read_fleet_key
 from quire.wire.serial import MsgpackEncoder
-from quire.wire.shared_memory import make_workers_file, read_barrier_wait, set_abort_word
+from quire.wire.shared_memory import read_barrier_wait, set_abort_word
 from quire.wire.topology import Topology
 from quire.wire.worker_calls import WORKER_VERBS, WorkerCall, WorkerReply, decode_reply, decode_result, encode_call
 
@@ -62,21 +63,18 @@ class MultiprocExecutor(Executor):
         """Calls that are waited for, by their ids."""
         self._lost: tuple[WorkerReply, int] | None = None
         """The answer that has ended all steps, and the rank of its worker."""
-        self._shared_file = make_workers_file(self._topology.pp)
         self._waited = 0.0
         """Seconds in barriers that were reported."""
-        calls = make_ring_file(self._topology.world_size)
         self._late = LateAnswers(self._topology.world_size)
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[WorkerProcess | RemoteWorker] = []
+        """All workers, by rank."""
+        self._group: WorkerGroup | None = None
+        """Workers on this machine."""
+        self._hub: WorkerHub | None = None
+        """The link with those on other machines; None: there are none."""
         self._monitor = threading.Thread(target=self._watch, name="WorkerMonitor", daemon=True)
         try:
-            data = encode_config(config)
-            with StagePipes(self._topology, max_hidden_bytes(config)) as pipes:
-                for rank, cpus in enumerate(bind_cpus(parallel)):
-                    fds = {"--shared-file": [self._shared_file], "--calls": [calls], **pipes.ends_of(rank)}
-                    fds["--late"] = [self._late.theirs.fileno()]
-                    self._workers.append(WorkerProcess(rank, data, fds, cpus))
-            self._calls = RingWriter(calls, [worker.waker for worker in self._workers])
+            self._start(self._find_parts())
             self._poll = select.poll()
             """Waits for answers and for ends of workers."""
             for fd in (fd for worker in self._workers for fd in (worker.waker.fileno(), worker.pidfd)):
@@ -87,11 +85,39 @@ class MultiprocExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-        finally:
-            os.close(calls)
+
+    def _find_parts(self) -> list[int]:
+        """Returns the number of workers on each machine, this one first."""
+        parallel = self.config.parallel_config
+        return [len(parallel.local_ranks)] * parallel.nnodes
+
+    def _make_hub(self, parts: Sequence[int]) -> WorkerHub:
+        """Returns the link with workers on other machines."""
+        path = self.config.parallel_config.fleet_key
+        assert path is not None, "ParallelConfig has checked it"
+        return WorkerHub(self.config, read_fleet_key(path), parts, self._late.theirs.send)
+
+    def _start(self, parts: Sequence[int]) -> None:
+        """Starts the workers of this machine, and waits for the others."""
+        if len(parts) > 1:
+            self._hub = self._make_hub(parts)
+        network = None if self._hub is None else self._hub.network
+        self._group = group = WorkerGroup(self.config, range(parts[0]), self._late.theirs, network)
+        self._workers += group.workers
+        if self._hub is not None:
+            assert group.calls_reader is not None, "there is a network"
+            stamp("executor", allowance_s=HANDSHAKE_TIMEOUT_S)
+            self._hub.serve(group.calls_reader, group.outlet)
+            self._hub.wait(check=self._check_starting)
+            stamp("machines")
+            self._workers += self._hub.workers
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         self._on_failure = callback
+
+    def _check_starting(self) -> None:
+        """Raises an error if a worker has ended while others are waited for."""
+        self._check_alive()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -107,7 +133,8 @@ class MultiprocExecutor(Executor):
         with self._sending:
             self._call_id += 1
             prepare(self._call_id)
-            self._calls.send(encode_call(WorkerCall(self._call_id, verb), arguments, self._encoder), self._check_alive)
+            call = encode_call(WorkerCall(self._call_id, verb), arguments, self._encoder)
+            self._workers_here.calls.send(call, self._check_alive)
             return self._call_id
 
     def _call_all(self, verb: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
@@ -188,7 +215,14 @@ class MultiprocExecutor(Executor):
 
     def _abort(self) -> None:
         """Makes all workers leave their barriers."""
-        set_abort_word(self._shared_file)
+        set_abort_word(self._workers_here.shared_file)
+        if self._hub is not None:
+            self._hub.abort()
+
+    @property
+    def _workers_here(self) -> WorkerGroup:
+        assert self._group is not None, "the workers have been started"
+        return self._group
 
     def _watch(self) -> None:
         """Waits for the end of any worker, and for late answers. The body of the monitor's thread."""
@@ -213,7 +247,18 @@ class MultiprocExecutor(Executor):
 
     def determine_available_memory(self) -> list[int]:
         self._call_all("load_model")
+        if self._hub is not None:
+            self._check_numerics(self._call_all("get_numerics_id"))
         return self._call_all("determine_available_memory")
+
+    def _check_numerics(self, ids: Sequence[str]) -> None:
+        """Raises ConfigError unless workers on all machines compute the same bits."""
+        other = next((rank for rank, text in enumerate(ids) if text != ids[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"workers of one engine must compute the same bits: worker 0 has {ids[0]}, worker {other}, on another "
+                f"machine, {ids[other]}; use machines with one instruction set and copies of one checkpoint"
+            )
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         self._call_all("initialize_from_config", kv_cache_configs)
@@ -324,7 +369,7 @@ class MultiprocExecutor(Executor):
 
     def take_barrier_wait(self) -> float:
         size = self._topology
-        before, self._waited = self._waited, read_barrier_wait(self._shared_file, size.pp, size.tp)
+        before, self._waited = self._waited, read_barrier_wait(self._workers_here.shared_file, size.pp, size.tp)
         return self._waited - before
 
     @property
@@ -349,11 +394,14 @@ class MultiprocExecutor(Executor):
                 self._send("shutdown")
         except Exception as e:
             logger.debug("workers are ended without a word: %s", e)
-        for worker in self._workers:
-            worker.end()
+        if self._hub is not None:
+            self._hub.end()
+            for worker in self._hub.workers:
+                worker.end()
+        if self._group is not None:
+            self._group.close()
         self._late.fail_all(ServerError("the engine has ended"))
         self._late.close()
-        os.close(self._shared_file)
 
 
 class _Call(NamedTuple):

@@ -1,4 +1,4 @@
-"""One worker process of an executor: started, spoken with, and ended."""
+"""The worker processes of an engine on one machine: started, spoken with, and ended."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from pathlib import Path
 from quire import envs
 from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.server import encode_config
 from quire.errors import ConfigError, ServerError
 from quire.logger import child_level
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.process import search_path
-from quire.wire.ring import NUM_SLOTS, SLOT_BYTES, RingReader, make_ring_file
+from quire.wire.ring import NUM_SLOTS, SLOT_BYTES, RingReader, RingWriter, count_slots, make_ring_file
+from quire.wire.shared_memory import make_workers_file
 from quire.wire.topology import Topology
+from quire.wire.worker_link import WorkerNetwork, encode_network
 
 WORKER_MODULE = "quire.worker.proc"
 END_S = 5.0
@@ -30,9 +33,11 @@ END_S = 5.0
 class WorkerProcess:
     """A worker. Belongs to the thread that made it, which must live as long (PR_SET_PDEATHSIG)."""
 
-    def __init__(self, rank: int, config: bytes, shared: Mapping[str, Sequence[int]], cpus: Sequence[int]) -> None:
-        """`shared` are descriptors that others have, too, by options. Raises ServerError if the system refuses to start
-        it."""
+    def __init__(
+        self, rank: int, start: Sequence[bytes], shared: Mapping[str, Sequence[int]], options: Mapping[str, str]
+    ) -> None:
+        """`start` is what it reads first, `shared` are descriptors that others have, too, by options. Raises
+        ServerError if the system refuses to start it."""
         self.rank = rank
         self.waker, theirs = socket.socketpair()
         answers = make_ring_file(1)
@@ -40,7 +45,7 @@ class WorkerProcess:
         fds = {**shared, "--answers": [answers], "--waker": [theirs.fileno()]}
         command = [sys.executable, "-P", "-m", WORKER_MODULE, "--rank", str(rank), "--parent-pid", str(os.getpid())]
         command += [word for name, own in fds.items() for word in (name, ",".join(map(str, own)))]
-        command += ["--cpus", ",".join(map(str, cpus))]
+        command += chain.from_iterable(options.items())
         try:
             self._process = subprocess.Popen(
                 command,
@@ -57,7 +62,8 @@ class WorkerProcess:
         self.pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died already, which will be noticed
-            self._process.stdin.write(len(config).to_bytes(8, "little") + config)
+            for part in start:
+                self._process.stdin.write(len(part).to_bytes(8, "little") + part)
             self._process.stdin.flush()
 
     @property
@@ -102,30 +108,113 @@ class StagePipes:
     """Rings between the stages of a pipeline, and the sockets that wake their readers. Leaving the block closes them
     here: workers have theirs by then."""
 
-    def __init__(self, topology: Topology, step_bytes: int) -> None:
-        """`step_bytes`: most bytes of a message. A ring has room for two: a stage need not wait for the next one."""
+    def __init__(self, topology: Topology, step_bytes: int, stages: range | None = None) -> None:
+        """`step_bytes`: most bytes of a message. A ring has room for two: a stage need not wait for the next one.
+        `stages`: those on this machine; None: all. There are rings to the stages before and after them, too."""
         self._topology = topology
+        self._stages = stages = range(topology.pp) if stages is None else stages
         slots = max(NUM_SLOTS, 2 * -(-step_bytes // (SLOT_BYTES - 64)))
-        self._rings = [make_ring_file(topology.tp, num_slots=slots) for _ in range(topology.pp - 1)]
-        self._sockets = [[socket.socketpair() for _ in range(topology.tp)] for _ in self._rings]
+        self._rings, self._sockets = dict[int, int](), dict[int, list[tuple[socket.socket, socket.socket]]]()
+        """Rings and sockets by the stage that reads. A stage on another machine has one reader here."""
+        for stage in range(max(1, stages.start), min(topology.pp, stages.stop + 1)) if stages else ():
+            num_readers = topology.tp if stage in stages else 1
+            self._rings[stage] = make_ring_file(num_readers, num_slots=slots)
+            self._sockets[stage] = [socket.socketpair() for _ in range(num_readers)]
 
     def ends_of(self, rank: int) -> dict[str, list[int]]:
         """Returns the descriptors of a worker, by the option that names them. The first of a stage sends."""
-        stage, ends = self._topology.place_of(rank), dict[str, list[int]]()
-        if stage.pp > 0:
-            ends["--inlet"] = [self._rings[stage.pp - 1], self._sockets[stage.pp - 1][stage.tp][1].fileno()]
-        if stage.pp < len(self._rings) and stage.tp == 0:
-            ends["--outlet"] = [self._rings[stage.pp], *(pair[0].fileno() for pair in self._sockets[stage.pp])]
+        place, ends = self._topology.place_of(rank), dict[str, list[int]]()
+        if place.pp in self._rings:
+            ends["--inlet"] = [self._rings[place.pp], self._sockets[place.pp][place.tp][1].fileno()]
+        if place.pp + 1 in self._rings and place.tp == 0:
+            sockets = self._sockets[place.pp + 1]
+            ends["--outlet"] = [self._rings[place.pp + 1], *(pair[0].fileno() for pair in sockets)]
         return ends
+
+    def make_inlet(self) -> RingWriter | None:
+        """Returns the end that brings results of a stage on another machine; None: there is none before these."""
+        stage = self._stages.start
+        if stage not in self._rings:
+            return None
+        fd = self._rings[stage]
+        wakers = [pair[0].dup() for pair in self._sockets[stage]]
+        return RingWriter(fd, wakers, num_slots=count_slots(fd, len(wakers)))
+
+    def make_outlet(self) -> RingReader | None:
+        """Returns the end that takes results to a stage on another machine; None: there is none after these."""
+        stage = self._stages.stop
+        if stage not in self._rings:
+            return None
+        fd = self._rings[stage]
+        return RingReader(fd, self._sockets[stage][0][1].dup(), num_slots=count_slots(fd, 1))
 
     def __enter__(self) -> StagePipes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._rings:
+        for fd in self._rings.values():
             os.close(fd)
-        for end in chain.from_iterable(chain.from_iterable(self._sockets)):
+        for end in chain.from_iterable(chain.from_iterable(self._sockets.values())):
             end.close()
+
+
+class WorkerGroup:
+    """The workers of an engine on one machine, and what they share. `close` ends them."""
+
+    def __init__(
+        self, config: EngineConfig, ranks: range, late: socket.socket, network: WorkerNetwork | None = None
+    ) -> None:
+        """Starts them. `late`: where they answer beside the steps. `network`: leads to workers on other machines; on
+        the first one the calls can be read here then. Raises ServerError or ConfigError."""
+        parallel = config.parallel_config
+        topology = Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
+        self.stages = range(0)
+        if ranks:
+            self.stages = range(topology.place_of(ranks[0]).pp, topology.place_of(ranks[-1]).pp + 1)
+        self.workers = list[WorkerProcess]()
+        self.inlet: RingWriter | None = None
+        """The ring of results of a stage on another machine; None: there is none before these."""
+        self.outlet: RingReader | None = None
+        """The ring of results for a stage on another machine."""
+        self.calls_reader: RingReader | None = None
+        """Brings the calls to what passes them on to other machines; None: nothing does."""
+        self._relay_waker: socket.socket | None = None
+        self.shared_file = make_workers_file(topology.pp)
+        passes_on = network is not None and network.share == 0
+        num_readers = len(ranks) + passes_on
+        calls = make_ring_file(num_readers)
+        try:
+            start = encode_config(config), encode_network(network)
+            options = {"--ranks": f"{ranks.start},{ranks.stop - 1}", "--num-readers": str(num_readers)}
+            with StagePipes(topology, max_hidden_bytes(config), self.stages) as pipes:
+                for rank, cpus in zip(ranks, bind_cpus(parallel, num_workers=len(ranks)), strict=True):
+                    fds = {"--shared-file": [self.shared_file], "--calls": [calls], **pipes.ends_of(rank)}
+                    fds["--late"] = [late.fileno()]
+                    own = {**options, "--cpus": ",".join(map(str, cpus))}
+                    self.workers.append(WorkerProcess(rank, start, fds, own))
+                self.inlet, self.outlet = pipes.make_inlet(), pipes.make_outlet()
+            wakers = [worker.waker for worker in self.workers]
+            if passes_on:
+                self._relay_waker, theirs = socket.socketpair()
+                wakers.append(self._relay_waker)
+                self.calls_reader = RingReader(calls, theirs, len(ranks), num_readers)
+            self.calls = RingWriter(calls, wakers)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(calls)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self.workers:
+            worker.end()
+        os.close(self.shared_file)
+        for ring in (self.inlet, self.outlet, self.calls_reader):
+            if ring is not None:
+                ring.end()
+        if self._relay_waker is not None:
+            self._relay_waker.close()
 
 
 def max_hidden_bytes(config: EngineConfig) -> int:
@@ -136,14 +225,17 @@ def max_hidden_bytes(config: EngineConfig) -> int:
     return rows * config.model_config.hf_config.hidden_size * 4
 
 
-def bind_cpus(config: ParallelConfig, root: Path = Path("/")) -> list[list[int]]:
+def bind_cpus(config: ParallelConfig, root: Path = Path("/"), *, num_workers: int | None = None) -> list[list[int]]:
     """Returns the processors of each worker of this engine by --cpu-bind; empty lists: all. Raises ConfigError.
+
+    `num_workers`: those on this machine; None: as the configuration says.
 
     The processors are divided among the workers of all engines on this machine. An engine that was added later shares
     those of another.
     """
-    size, engines, text = config.world_size, config.machine_engines, config.cpu_bind
-    if text == "none" or not hasattr(os, "sched_getaffinity"):
+    size = len(config.local_ranks) if num_workers is None else num_workers
+    engines, text = config.machine_engines, config.cpu_bind
+    if not size or text == "none" or not hasattr(os, "sched_getaffinity"):
         return [[] for _ in range(size)]
     first = (config.engine_index - engines.start) % len(engines) * size
     count = len(engines) * size

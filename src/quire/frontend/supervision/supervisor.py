@@ -19,7 +19,7 @@ from typing import Any, Literal
 import zmq
 
 from quire.config.engine import LifecycleConfig
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, NodesMissingError, QuireError
 from quire.frontend.supervision.launch import (
     KILL_TIMEOUT_S,
     START_LOOK_S,
@@ -129,7 +129,7 @@ class StartWatch:
         self._last_look = now
         age = now - self._begun[stage]
         known = self._durations.get(stage, max(self._durations.values(), default=0.0))
-        limit = max(MIN_STAGE_S, STAGE_FACTOR * known)
+        limit = max(MIN_STAGE_S, STAGE_FACTOR * known, beat.expected_s)
         if not self.has_succeeded or age <= limit:
             return None
         self._durations[stage] = 2 * limit / STAGE_FACTOR
@@ -297,7 +297,7 @@ class CoreSupervisor(threading.Thread):
                 self.core_pid = None
                 core.close()
         except QuireError as e:
-            if not self._start_watch.has_succeeded:
+            if not self._start_watch.has_succeeded or isinstance(e, NodesMissingError):
                 raise
             return CoreDeath("start", f"could not be started again: {e}")
         finally:

@@ -164,8 +164,8 @@ class ExpertsShare:
     meeting: Tensor
     """Memory that all workers write their parts of, a row for each choice of each token: inputs of the second matrices,
     or with whole experts their float32 outputs. The kernel decides on the order of rows."""
-    ready: Callable[[], None]
-    """Returns once `meeting` is complete."""
+    ready: Callable[[int], None]
+    """Returns once `meeting` is complete, of which the step has so many rows."""
     gather: Callable[[int, torch.dtype, Callable[[Tensor], object]], Tensor] | None
     """Makes the result whole, as `Gather.compute` does; None with whole experts: each worker computes all sums."""
     pool: PooledTokens | None = None

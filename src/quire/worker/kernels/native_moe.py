@@ -173,10 +173,10 @@ class NativeExperts:
             return self._sum(BETWEEN | ANSWERS, torch.empty(x.shape, dtype=x.dtype), residual, shared)
         if share.gather is None:
             self._run(BETWEEN | ANSWERS)
-            share.ready()
+            share.ready(ids.numel())
             return self._sum(0, torch.empty(x.shape, dtype=x.dtype), residual, shared)
         self._run(BETWEEN)
-        share.ready()
+        share.ready(ids.numel())
         own = slice(share.outputs.start, share.outputs.stop)
         addends = [None if addend is None else addend[:, own] for addend in (residual, shared)]
         return share.gather(len(x), x.dtype, lambda y: self._sum(ANSWERS, y, *addends))

@@ -436,12 +436,12 @@ class TorchExperts:
         if share.gather is None:
             for i, rows in chosen:
                 meeting[rows] = self._answer(i, inputs[rows], rows // k, share.experts[i]).float()
-            share.ready()
+            share.ready(n * k)
             return sum_up(torch.empty_like(x), meeting)
         size, columns = self._down[0].shape[1], slice(share.inner.start, share.inner.stop)
         for i, rows in chosen:
             meeting[rows, columns] = self._between(i, inputs[rows], rows // k, i)
-        share.ready()
+        share.ready(n * k)
         answers = x.new_empty(n * k, len(share.outputs))
         for i, rows in chosen:
             answers[rows] = self._down_of(i, meeting[rows, :size], rows // k, i)

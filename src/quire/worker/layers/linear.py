@@ -227,7 +227,12 @@ class Embedding(KernelModule):
             return kernel.lookup(ids, residual)
         vectors, logits = self.gathers
         dtype = self.weight.dtype
-        found = vectors.by_rows(ids.shape[0], dtype, lambda out: kernel.lookup_share(ids, logits.start, out))
+        found = vectors.by_rows(
+            ids.shape[0],
+            dtype,
+            lambda out: kernel.lookup_share(ids, logits.start, out),
+            lambda: torch.nonzero((ids >= logits.start) & (ids < logits.end)).flatten(),
+        )
         return found if residual is None else residual + found
 
     def project(self, x: Tensor) -> Tensor:

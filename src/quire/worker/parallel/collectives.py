@@ -7,7 +7,8 @@ barrier makes the result complete. So each output is the same sum in the same or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,19 @@ from quire.wire.topology import Group
 from quire.worker.kernels.base import CopyKernel
 
 
+class Written(NamedTuple):
+    """A part of a shared buffer that a worker has written since the last barrier."""
+
+    view: Tensor
+    rows: Callable[[], Tensor] | None = None
+    """Makes the numbers of the rows that it has written; None: all."""
+
+
 class Collectives(ABC):
     """Operations of one group of workers. All of them make the same calls in the same order."""
 
+    can_plan = True
+    """True if plans may record `ready`."""
     group: Group
     max_rows: int
     """Rows of the largest result: tokens of a step."""
@@ -31,9 +42,9 @@ class Collectives(ABC):
         """Returns the buffer of that name, which every worker sees. Its memory is taken when it is written."""
 
     @abstractmethod
-    def ready(self) -> None:
-        """Returns once all workers have called it: what each wrote before is complete. Raises BarrierError if one of
-        them has failed."""
+    def ready(self, written: Sequence[Written] = ()) -> None:
+        """Returns once all workers have called it: what each wrote before is complete. `written` is all that this
+        worker has written since the last call. Raises BarrierError if one of them has failed."""
 
     @abstractmethod
     def agree(self, value: int) -> int:
@@ -79,20 +90,23 @@ class Gather:
         whole = group.shared(self._name, (group.max_rows, self.width), dtype)[:num_rows]
         if self._guards:
             group.ready()
-        fill(whole[:, self.start : self.end])
-        group.ready()
+        own = whole[:, self.start : self.end]
+        fill(own)
+        group.ready([Written(own)])
         return group.copy(whole) if self._copies else whole
 
     def put(self, own: Tensor) -> Tensor:
         """Returns the whole result of which this worker has computed its columns, `own`."""
         return self.compute(own.shape[0], own.dtype, lambda place: self._collectives.copy(own, out=place))
 
-    def by_rows(self, num_rows: int, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
-        """Returns the whole result. `fill` gets all of it, and writes the rows that are this worker's."""
+    def by_rows(
+        self, num_rows: int, dtype: torch.dtype, fill: Callable[[Tensor], object], rows: Callable[[], Tensor]
+    ) -> Tensor:
+        """Returns the whole result. `fill` gets all of it, and writes the rows that are this worker's: `rows`."""
         group = self._collectives
         whole = group.shared(self._name, (group.max_rows, self.width), dtype)[:num_rows]
         fill(whole)
-        group.ready()
+        group.ready([Written(whole, rows)])
         return whole
 
 

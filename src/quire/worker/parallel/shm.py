@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from quire.wire.topology import Group
 from quire.worker.host import cpu_quota
 from quire.worker.kernels.barrier import SPIN_NS, words_bytes
 from quire.worker.kernels.base import Kernels
-from quire.worker.parallel.collectives import Collectives
+from quire.worker.parallel.collectives import Collectives, Written
 
 PAGE_BYTES = 1 << 16
 
@@ -73,7 +74,7 @@ class ShmCollectives(Collectives):
     def shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._buffers.get(name, shape, dtype)
 
-    def ready(self) -> None:
+    def ready(self, written: Sequence[Written] = ()) -> None:
         failpoint("worker.barrier", str(self.group.rank))
         self._barrier()
 

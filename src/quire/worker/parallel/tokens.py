@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.worker.parallel.collectives import Collectives
+from quire.worker.parallel.collectives import Collectives, Written
 
 
 class TokenExchange:
@@ -14,7 +14,8 @@ class TokenExchange:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         shape = (2 * collectives.max_rows,)
-        self._counts, self._ids = collectives.shared("tokens", shape, torch.int64).numpy().reshape(2, -1)
+        self._buffer = collectives.shared("tokens", shape, torch.int64).view(2, -1)
+        self._counts, self._ids = self._buffer.numpy()
 
     @property
     def is_leader(self) -> bool:
@@ -26,7 +27,8 @@ class TokenExchange:
         flat = [token_id for own in token_ids for token_id in own]
         self._counts[: len(token_ids)] = [len(own) for own in token_ids]
         self._ids[: len(flat)] = flat
-        self._collectives.ready()
+        counts, ids = self._buffer
+        self._collectives.ready([Written(counts[: len(token_ids)]), Written(ids[: len(flat)])])
 
     def receive(self, num_reqs: int) -> list[list[int]]:
         """Returns the tokens of each request. Called by the others."""

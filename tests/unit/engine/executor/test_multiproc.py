@@ -44,7 +44,7 @@ def step(request: str = "") -> SchedulerOutput:
 
 
 def pids_of(executor: MultiprocExecutor) -> list[int]:
-    return [worker.pid for worker in executor._workers]
+    return [worker.pid for worker in executor._workers_here.workers]
 
 
 def is_gone(pid: int) -> bool:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from quire.config.engine import LifecycleConfig
+from quire.errors import EngineDeadError, NodesMissingError, QuireError
+from quire.frontend.supervision import supervisor
+from quire.frontend.supervision.launch import CoreLaunch
 from quire.frontend.supervision.supervisor import (
     MIN_STAGE_S,
     STAGE_FACTOR,
     WATCH_INTERVAL_S,
+    CoreSupervisor,
     HangWatch,
     RestartBudget,
     StartWatch,
 )
+from quire.wire.handshake import EngineZmqAddresses
 from quire.wire.heartbeat import Heartbeat, Phase
 
 
@@ -143,3 +153,44 @@ def test_a_start_is_not_blamed_for_time_in_which_we_stood_still() -> None:
     starting = Heartbeat(1, Phase.STARTING, 0, 0.0, 0.0, ())
     assert watch.check_stall(starting, 260.0) is None
     assert watch.check_stall(starting, 260.1) is None
+
+
+def test_a_core_that_waits_for_other_machines_is_no_stall() -> None:
+    watch = StartWatch()
+    run_start(watch, 100.0, {1: 0.2}, until=100.5)
+    watch.succeed(100.5)
+    watch.begin(200.0)
+    waiting = Heartbeat(1, Phase.STARTING, 1, 200.0, 300.0, ())
+    looks = [watch.check_stall(waiting, 200.0 + i / 10) for i in range(3010)]
+    assert not any(looks[:2990])
+    assert any(looks[2990:]), "it has an end"
+
+
+def test_a_core_whose_machines_do_not_come_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone, starts = list[QuireError](), list[int]()
+
+    class Core:
+        pid = 1
+
+        def __init__(self, launch: Any, handshake: Any, incarnation: int, path: Path) -> None:
+            starts.append(incarnation)
+            raise NodesMissingError("machine 1") if incarnation else EngineDeadError("crashed")
+
+    monkeypatch.setattr(supervisor, "CoreProcess", Core)
+    launch = CoreLaunch(EngineZmqAddresses([], []), b"", True, 1.0, None)
+    socket = SimpleNamespace(close=lambda linger: None)
+    mortal = CoreSupervisor(
+        launch,
+        LifecycleConfig(),
+        socket,  # type: ignore[arg-type]
+        tmp_path,
+        on_death=lambda death: None,
+        on_gone=gone.append,
+        was_connected=lambda incarnation: True,
+        has_live_requests=lambda: True,
+    )
+    mortal._start_watch.has_succeeded = True
+    mortal.run()
+    assert (starts, [str(error) for error in gone]) == ([0, 1], ["machine 1"])

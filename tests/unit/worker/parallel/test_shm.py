@@ -63,10 +63,13 @@ def test_what_was_written_before_a_barrier_is_read_after_it(make: Make, size: in
 
 def test_a_result_is_gathered_by_columns_and_by_rows(make: Make) -> None:
     def work(own: ShmCollectives) -> tuple[list[list[float]], list[list[float]]]:
-        start = 2 * own.group.index
+        index = own.group.index
+        start = 2 * index
         gather = Gather(own, "x", 4, start, start + 2, copies=True, guards=True)
         by_columns = gather.put(torch.full((3, 2), float(own.group.index)))
-        rows = Gather(own, "y", 4, 0, 4).by_rows(2, torch.float32, lambda out: out[own.group.index].fill_(start))
+        rows = Gather(own, "y", 4, 0, 4).by_rows(
+            2, torch.float32, lambda out: out[index].fill_(start), lambda: torch.tensor([index])
+        )
         return by_columns.tolist(), rows.tolist()
 
     expected = [[0.0, 0.0, 1.0, 1.0]] * 3, [[0.0] * 4, [2.0] * 4]

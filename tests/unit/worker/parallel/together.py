@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,6 +26,7 @@ from quire.wire.lora import AdapterLoad
 from quire.wire.ring import WorkerLinks
 from quire.wire.shared_memory import end_epoch, make_workers_file, set_abort_word
 from quire.wire.topology import Topology
+from quire.wire.worker_link import WorkerNetwork
 from quire.worker import step_sampler
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
@@ -155,20 +158,25 @@ def run_together(
     stages: int = 1,
     *,
     adapters: Sequence[LoRARequest] = (),
+    parts: Sequence[int] = (),
     **flags: Any,
 ) -> tuple[Tensor, list[list[list[int]]], list[Worker]]:
-    """Returns the logits of each step, the tokens, and the workers of an engine of `stages` times `size` workers."""
+    """Returns the logits of each step, the tokens, and the workers of an engine of `stages` times `size` workers.
+    `parts`: workers on each of several machines, which share the layers of one stage."""
     config = make_config(
         path, tensor_parallel_size=size, pipeline_parallel_size=stages, enable_lora=bool(adapters), **flags
     )
     use_native_kernels(library, monkeypatch)
     sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
-    workers = [Worker(config, rank, links) for rank, links in enumerate(make_links(Topology(tp=size, pp=stages)))]
+    all_links = make_links(Topology(tp=size, pp=stages)) if not parts else make_network_links(parts)
+    workers = [Worker(config, rank, links) for rank, links in enumerate(all_links)]
     try:
         runs = in_threads([Run(worker, sampled, adapters=adapters) for worker in workers])
     finally:
         for worker in workers:
             close_links(worker._links)
+            if parts and worker._collectives is not None:
+                worker._collectives.close()
         for shared in {worker._links.shared_file for worker in workers if worker._links is not None}:
             os.close(shared)
     last = runs[(stages - 1) * size :]
@@ -198,6 +206,23 @@ def close_links(links: WorkerLinks | None) -> None:
             waker.close()
 
 
+def make_networks(parts: Sequence[int]) -> list[WorkerNetwork]:
+    """Returns what leads each machine's workers to the others by loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    key = secrets.token_bytes(32)
+    return [WorkerNetwork(address, key, b"session", list(parts), share, 5.0) for share in range(len(parts))]
+
+
+def make_network_links(parts: Sequence[int]) -> list[WorkerLinks | None]:
+    """Returns the links of each worker of a stage whose workers are on several machines."""
+    links = list[WorkerLinks | None]()
+    for network in make_networks(parts):
+        shared = make_workers_file()
+        links += [WorkerLinks(shared, ranks=network.ranks(), network=network) for _ in network.ranks()]
+    return links
+
+
 def make_links(topology: Topology) -> list[WorkerLinks | None]:
     """Returns the links of each worker of an engine."""
     if topology.world_size == 1:
@@ -205,7 +230,7 @@ def make_links(topology: Topology) -> list[WorkerLinks | None]:
     shared, links = make_workers_file(topology.pp), list[WorkerLinks | None]()
     with StagePipes(topology, 0) as pipes:
         for rank in range(topology.world_size):
-            ends = {option[2:]: tuple(map(os.dup, fds)) for option, fds in pipes.ends_of(rank).items()}
+            ends: dict[str, Any] = {option[2:]: tuple(map(os.dup, fds)) for option, fds in pipes.ends_of(rank).items()}
             links.append(join_stages(WorkerOptions(rank, 0, shared, 0, 0, 0, 0, **ends), topology))
             for ring, *_ in ends.values():  # it is mapped
                 os.close(ring)

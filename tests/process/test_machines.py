@@ -1,0 +1,80 @@
+"""An engine whose workers are on two "machines" of one loopback interface: the texts of one worker, also when a worker
+or a machine is killed under load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import EngineArgs, LoRARequest
+from quire.frontend.async_llm import AsyncLLM
+from quire.wire.nodes import make_fleet_key
+
+from .background import BackgroundProgram
+from .background import running as running_program
+from .serving import SRC, environment, serve_command
+from .test_engine_set import wait_for
+from .test_nodes import free_ports, is_running
+from .test_workers import PROMPTS, adapter, expected, tokens_of, workers_of
+
+__all__ = ["adapter", "expected"]  # fixtures
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    """Flags of both machines."""
+    key = tmp_path / "fleet.key"
+    key.write_text(make_fleet_key())
+    key.chmod(0o600)
+    sizes = {"max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "enable_lora": True}
+    return {**sizes, "nnodes": 2, "master_port": free_ports(2), "fleet_key": str(key)}
+
+
+@contextlib.contextmanager
+def machine(fields: dict[str, Any]) -> Iterator[BackgroundProgram]:
+    """The second machine."""
+    flags = ["demo", "--headless", "--node-rank", "1"]
+    for name, value in fields.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    with running_program(serve_command(*flags), cwd=SRC.parent, env=environment()) as program:
+        program.wait_for(lambda line: "waiting for the server" in line, 60)
+        yield program
+
+
+@pytest.mark.slow  # calls and deaths are in test_worker_hub.py, bits in test_net.py
+@pytest.mark.parametrize("victim", ["worker", "machine"])
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_death_on_another_machine_costs_no_token(
+    size: str, victim: str, fields: dict[str, Any], expected: list[list[int]], adapter: LoRARequest
+) -> None:
+    asyncio.run(killed({**fields, size: 2}, victim, expected, adapter))
+
+
+async def killed(fields: dict[str, Any], victim: str, expected: list[list[int]], adapter: LoRARequest) -> None:
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(machine(fields))
+        llm = AsyncLLM.from_engine_args(EngineArgs("demo", **fields))
+        stack.callback(llm.shutdown)
+        client: Any = llm.engine_core
+        started = asyncio.Event()
+        streams = [asyncio.create_task(tokens_of(llm, i, adapter, started)) for i in range(len(PROMPTS))]
+        await asyncio.wait_for(started.wait(), 60)
+        (theirs,) = workers_of(node.process.pid)
+        if victim == "worker":
+            os.kill(theirs, signal.SIGKILL)
+        else:
+            node.process.kill()
+        await wait_for(lambda: client.counts["worker_deaths.killed"] == 1)
+        await wait_for(lambda: not is_running(theirs))
+        if victim == "machine":
+            node = stack.enter_context(machine(fields))
+        assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected
+        node.process.terminate()
+        assert await asyncio.to_thread(node.process.wait, 30) == 0
