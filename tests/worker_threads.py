@@ -15,6 +15,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
+from quire.wire import worker_calls
 from quire.wire.execution import DraftTokenIds, GrammarOutput, SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.serial import MsgpackEncoder
@@ -42,6 +43,13 @@ def contexts_of_their_own() -> Iterator[None]:
         yield
 
 
+def _make_decoders() -> None:
+    """Makes the decoders of all calls. A collection of garbage in one thread, while another makes a decoder, has ended
+    the process: msgspec's descriptions of types are incomplete then. Workers in processes have one thread."""
+    for name, verb in WORKER_VERBS.items():
+        worker_calls._decoder((name, False), tuple.__class_getitem__(verb.arguments))
+
+
 class ThreadExecutor(Executor):
     """Owns the workers, and a thread and a queue of calls for each."""
 
@@ -54,6 +62,7 @@ class ThreadExecutor(Executor):
         self._queues = [SimpleQueue[Callable[[], None] | None]() for _ in self._links]
         self.workers = [Worker(config, rank, links) for rank, links in enumerate(self._links)]
         self._threads = [threading.Thread(target=self._serve, args=(queue,), daemon=True) for queue in self._queues]
+        _make_decoders()
         for thread in self._threads:
             thread.start()
         self._call("init_device")

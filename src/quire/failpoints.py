@@ -42,6 +42,8 @@ FAILPOINTS: dict[str, str] = {
     "worker.load": "a worker is about to build its model and read its weights",
     "worker.barrier": "a worker is about to wait for the others of its stage; the key is its rank",
     "worker.experts": "an engine is about to wait for the others that share its experts; the key is its index",
+    "worker.standby": "a worker is about to read the experts of the next group of engines",
+    "group.switch": "an engine is about to leave its group for the next one; the key is its index",
     "worker.stage": "a worker is about to wait for the hidden states of the stage before it",
     "client.add.journaled": "frontend: a request is in the journal, not yet sent",
     "client.output.received": "frontend: outputs have arrived, the journal has not seen them",

@@ -31,10 +31,9 @@ EAGLE3 = {
 PROMPTS = [[7, 100, 30, 200, 9], [5] * 40, list(range(10, 95)), [7, 100, 30, 200, 9, 11], [300], list(range(10, 80))]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_target(path: Path) -> Path:
     """A Llama whose layers add nothing."""
-    path = make_tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama")
+    make_tiny_checkpoint(path, "llama")
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
         if "o_proj" in name or "down_proj" in name:
@@ -45,6 +44,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors["model.embed_tokens.weight"] = embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt()
     save_file(tensors, path / "model.safetensors")
     return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
 
 
 def layer(wide: int, is_random: bool) -> dict[str, Tensor]:
@@ -73,7 +77,8 @@ def make_head(path: Path, target: Path, *, eagle3: bool, is_random: bool) -> Pat
         ids = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))[:380].sort().values
         tensors |= {f"layers.0.{name}.weight": one.clone() for name in ("input_layernorm", "hidden_norm")}
         tensors |= {"norm.weight": one.clone(), "lm_head.weight": theirs["lm_head.weight"][ids]}
-        tensors |= {"fc.weight": torch.zeros(SIZE, 2 * SIZE), "d2t": ids - torch.arange(380)}
+        tapped = torch.randn(SIZE, 2 * SIZE, generator=torch.Generator().manual_seed(2)) * 0.2 * is_random
+        tensors |= {"fc.weight": tapped, "d2t": ids - torch.arange(380)}
         tensors["layers.0.self_attn.o_proj.weight"] = 1000 * torch.eye(SIZE) if not is_random else torch.eye(SIZE)
     (path / "config.json").write_text(json.dumps(EAGLE3 if eagle3 else CONFIG))
     save_file(tensors, path / "model.safetensors")

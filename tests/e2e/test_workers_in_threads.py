@@ -4,7 +4,8 @@ grammars and aborts give is what they give with one worker."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -12,16 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, LLMEngine, SamplingParams, StructuredOutputsParams
 from quire.errors import ConfigError, ModelLoadError, ServerError
 from quire.outputs import RequestOutput
 from quire.testing.failpoints import injected
 from quire.testing.oracle_drafter import OracleDrafter
+from quire.worker.spec_decode.drafter import DraftRow, Proposal
+from quire.worker.spec_decode.hidden_head import HiddenHead
 from tests.checkpoints import MakeCheckpoint
 from tests.worker_threads import THREADS, contexts_of_their_own
 
+from .test_heads import make_head, make_target
 from .test_pooling import pooled, prompts_of
 from .test_sessions import answers
 from .test_speculation import counters
@@ -119,6 +123,11 @@ def test_encoders_are_refused_by_name(tiny_checkpoint: MakeCheckpoint) -> None:
         pass
 
 
+@pytest.fixture(scope="module")
+def constructed_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
 # -- drafts -----------------------------------------------------------------------------------------------------------
 
 
@@ -139,14 +148,85 @@ def test_a_draft_model_drafts_as_for_one_worker(layout: str, tiny_checkpoint: Ma
         assert texts(llm) == both[0]
 
 
-def test_drafters_that_read_the_target_are_refused_by_name(tiny_checkpoint: MakeCheckpoint) -> None:
-    name = f"{OracleDrafter.__module__}:{OracleDrafter.__qualname__}"
-    config = {"method": "custom_class", "model": name, "num_speculative_tokens": 3}
+@pytest.mark.parametrize("eagle3", [False, True])
+@pytest.mark.parametrize("is_random", [False, True])
+def test_heads_draft_as_for_one_worker(
+    eagle3: bool,
+    is_random: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: MakeCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same tokens, of the same drafts, right ones or those of a random head behind random layers."""
+    path: Path = request.getfixturevalue("constructed_target")
+    flags: dict[str, Any] = {"disable_log_stats": False, "dtype": "float32"}
+    if is_random:
+        path, flags = tiny_checkpoint("llama", num_hidden_layers=5), {"disable_log_stats": False}
+    head = make_head(tmp_path / ("EAGLE3-head" if eagle3 else "EAGLE-head"), path, eagle3=eagle3, is_random=is_random)
+    flags["speculative_config"] = {"model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    drafts, propose, found = list[list[int]](), HiddenHead.propose, list[Any]()
+
+    def log(head: HiddenHead, rows: Sequence[DraftRow]) -> list[Proposal]:
+        proposals = propose(head, rows)
+        drafts.extend(list(proposal.token_ids) for proposal in proposals)
+        return proposals
+
+    monkeypatch.setattr(HiddenHead, "propose", log)
+    for layout in ("", "shared layers") if eagle3 else ("", *LAYOUTS):
+        drafts.clear()
+        with engine(path, layout, **flags) as llm:
+            found.append((drafted(llm), drafts.copy()))
+    assert all(each == found[0] for each in found)
+    (_, numbers), logged = found[0]
+    assert len(logged) > 20
+    assert is_random or numbers["spec_decode_num_accepted_tokens"] > 10
+
+
+def test_eagle3_needs_all_layers_in_one_stage(tmp_path: Path, tiny_checkpoint: MakeCheckpoint) -> None:
+    path = tiny_checkpoint("llama")
+    config = {"model": str(make_head(tmp_path / "EAGLE3-head", path, eagle3=True, is_random=True))}
     with (
-        pytest.raises(ConfigError, match="classes of yours do not draft for several workers yet; draft_model, ngram"),
-        engine(tiny_checkpoint("llama"), "stages", speculative_config=config),
+        pytest.raises(ConfigError, match="eagle3: such a head reads states of layers in earlier stages"),
+        engine(path, "stages", speculative_config={**config, "num_speculative_tokens": 3}),
     ):
         pass
+
+
+def test_a_head_reads_new_weights_of_its_target(tmp_path: Path, constructed_target: Path) -> None:
+    """Its own embedding and logits head are those of the new weights, too."""
+    head = make_head(tmp_path / "EAGLE-head", constructed_target, eagle3=False, is_random=False)
+    other = Path(shutil.copytree(constructed_target, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
+    save_file(tensors, other / "model.safetensors")
+    flags: dict[str, Any] = {"disable_log_stats": False, "dtype": "float32"}
+    flags["speculative_config"] = {"model": str(head), "num_speculative_tokens": 3, "adaptive": False}
+    with engine(other, "shared layers", **flags) as llm:
+        expected = texts(llm)
+    with engine(constructed_target, "shared layers", **flags) as llm:
+        texts(llm)
+        llm.collective_rpc("load_weights", args=(str(other),))
+        llm.reset_prefix_cache()
+        before = counters(llm)["spec_decode_num_accepted_tokens"]
+        assert texts(llm) == expected
+        assert counters(llm)["spec_decode_num_accepted_tokens"] - before > 10
+
+
+@BOTH_KINDS
+def test_classes_of_yours_draft_as_for_one_worker(layout: str, tiny_checkpoint: MakeCheckpoint) -> None:
+    path = tiny_checkpoint("llama")
+    with engine(path) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False)
+    name = f"{OracleDrafter.__module__}:{OracleDrafter.__qualname__}"
+    config = {"method": "custom_class", "model": name, "num_speculative_tokens": 3, "adaptive": False}
+    OracleDrafter.learn(outputs)
+    try:
+        with engine(path, layout, speculative_config=config, disable_log_stats=False) as llm:
+            assert texts(llm) == tokens(outputs)
+            assert counters(llm)["spec_decode_num_accepted_tokens"] > 10
+    finally:
+        OracleDrafter.answers.clear()
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

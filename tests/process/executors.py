@@ -7,16 +7,18 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from quire.config.engine import EngineConfig
 from quire.errors import ModelLoadError, ServerError
+from quire.failpoints import failpoint
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_hardware import InFlight
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
-from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start
+from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start, generation_start
 
 from .pace import LEISURELY_STEP_S, PACE_FILE
 
@@ -139,14 +141,39 @@ class Sharing(Steady):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        parallel = config.parallel_config
-        self._rank, self._size = parallel.engine_index, parallel.data_parallel_size
-        self._words = memoryview(mmap.mmap(parallel.experts_file, EPOCHS_BYTES)).cast("I")
+        self._parallel = config.parallel_config
+        self._join(self._parallel.data_parallel_size, self._parallel.experts_generation)
+        self._next: tuple[int, int] | None = None
+
+    def _join(self, size: int, generation: int) -> None:
+        self._rank, self._size = self._parallel.engine_index, size
+        start = generation_start(generation)
+        self._words = memoryview(mmap.mmap(self._parallel.experts_file, EPOCHS_BYTES, offset=start)).cast("I")
         self._epoch, self._generation = 0, 0
         """Epoch 0: this engine is alone."""
 
     def join_engines(self, epoch: int) -> None:
         self._epoch, self._generation = epoch, 0
+
+    def prepare_experts(self, num_engines: int, generation: int) -> Future[None]:
+        failpoint("worker.standby")
+        self._next, done = (num_engines, generation), Future[None]()
+        done.set_result(None)
+        return done
+
+    def install_experts(self) -> None:
+        assert self._next is not None
+        self._join(*self._next)
+        self._next = None
+
+    def discard_experts(self) -> None:
+        self._next = None
+
+    def load_weights(self, path: str | None = None) -> None:
+        """Engine 1 has an expert of `/half` that cannot be read."""
+        if path == "/half" and self._rank == 1:
+            raise ModelLoadError("an expert holds NaN")
+        super().load_weights(path)
 
     def _meet(self) -> None:
         if not self._epoch:

@@ -61,7 +61,8 @@ def test_every_failpoint_is_among_them() -> None:
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
     elsewhere += ["kv.evict", "kv.peer.receive", "kv.peer.send", "kv.read", "kv.seal", "kv.write"]
     elsewhere += ["lora.install", "lora.pack", "lora.read", "lora.remove"]
-    elsewhere += ["worker.barrier", "worker.experts", "worker.load", "worker.stage", "worker.step"]
+    elsewhere += ["worker.barrier", "worker.experts", "worker.load", "worker.stage", "worker.standby", "worker.step"]
+    elsewhere += ["group.switch"]
     assert sorted([*IN_CORE, *IN_CLIENT, *AT_RESTART, *elsewhere]) == sorted(FAILPOINTS)
 
 

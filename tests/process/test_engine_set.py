@@ -177,7 +177,7 @@ def test_a_program_with_several_engines() -> None:
         for prompt, output in zip(prompts, outputs, strict=True):
             expected = expected_output(FakeModel(), prompt, params, FAKE_MODEL_LEN)
             assert output.outputs[0].token_ids == list(expected.token_ids)
-        assert all(client.engines.router._directory._blocks[engine] for engine in (0, 1)), "both had some"
+        assert all(client.engines.router._directory._caches[engine].num_blocks for engine in (0, 1)), "both had some"
         assert llm.collective_rpc("echo", args=(1,)) == [[1], [1]]
     finally:
         llm.llm_engine.engine_core.shutdown()

@@ -22,6 +22,8 @@ SMALL = {
     "a request and a pause": SILENT._replace(num_pauses=1),
     "the coordinator dies": Scope(2, 0, num_coordinator_deaths=1),
     "an engine is removed": SILENT._replace(num_removals=1),
+    "the engines go over to a smaller group": SILENT._replace(next_size=1),
+    "an engine dies while they go over": SILENT._replace(num_requests=0, next_size=2, num_engine_deaths=1),
 }
 """Groups that are explored to the end in about a second."""
 LARGE = {
@@ -36,6 +38,11 @@ LARGE = {
     "an engine dies in a pause": Scope(2, 1, num_pauses=1, num_engine_deaths=1),
     "an engine and the coordinator die": Scope(2, 1, num_engine_deaths=1, num_coordinator_deaths=1),
     "an engine is added, another removed": Scope(2, 2, num_spare=1, num_removals=1),
+    "the engines go over to a larger group": SILENT._replace(next_size=3),
+    "one engine becomes two in a pause": Scope(1, 1, knows_waves=False, next_size=2, num_pauses=1),
+    "the engines go over in a pause": SILENT._replace(next_size=2, num_pauses=1, may_cancel=True),
+    "an engine dies while a group becomes smaller": SILENT._replace(next_size=1, num_engine_deaths=1),
+    "an engine dies while a group becomes larger": SILENT._replace(num_requests=0, next_size=3, num_engine_deaths=1),
 }
 
 
@@ -149,6 +156,20 @@ def joining_engine_begins_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wave_model, "make_joiner", lambda wave: Engine())
 
 
+def engine_with_the_order_waits_for_the_dead(patch: pytest.MonkeyPatch) -> None:
+    """One that dies after the order is started again in the next group: the joint pause never comes."""
+    patch.setattr(wave_model, "may_switch", lambda engine: engine.waves.is_paused)
+
+
+def next_group_begins_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wave_model, "begin_next", lambda world, engine: world.next_wave)
+
+
+def pause_is_lost_in_the_next_group(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wave_model, "keep_pause", lambda world, i: world)
+
+
+RESIZED = SILENT._replace(num_requests=0, next_size=2)
 BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Scope, str]] = {
     "cold start": (engine_leaves_the_start_to_the_client, SILENT, "W1"),
     "pause race": (paused_engine_joins, SILENT._replace(num_pauses=1), "W4"),
@@ -161,6 +182,13 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Scope, str]] = {
     "no dummy step": (idle_engine_runs_no_dummy, Scope(2, 1), "W2"),
     "successor of the coordinator": (new_coordinator_is_told_nothing, SILENT._replace(num_coordinator_deaths=1), "W1"),
     "late subscriber": (late_subscriber_is_not_started, SILENT._replace(num_engine_deaths=1), "W1"),
+    "a dead engine and another group": (
+        engine_with_the_order_waits_for_the_dead,
+        RESIZED._replace(next_size=1, num_engine_deaths=1),
+        "W6",
+    ),
+    "waves of another group": (next_group_begins_anew, RESIZED._replace(num_requests=1), "W3"),
+    "pause in another group": (pause_is_lost_in_the_next_group, RESIZED._replace(num_pauses=1), "W1"),
     "joining engine": (joining_engine_begins_anew, SILENT._replace(num_engine_deaths=1), "W2"),
 }
 

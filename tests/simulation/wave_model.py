@@ -35,6 +35,11 @@ class Scope(NamedTuple):
     """The engines have just been started, and have never agreed."""
     knows_waves: bool = True
     """The client reports its first request to the coordinator; another client leaves that to the engine."""
+    next_size: int = 0
+    """The engines share experts, and go over to a group of this size; 0: there is one group, whose engines do not."""
+
+    def size(self, generation: int) -> int:
+        return self.next_size if generation else self.num_engines
 
 
 class Engine(NamedTuple):
@@ -51,10 +56,22 @@ class Engine(NamedTuple):
     """An agreement that it has not seen yet, and the wave after it."""
     standing: int = JOINING
     is_up: bool = True
+    is_frozen: bool = False
+    """Its scheduler is paused."""
+    generation: int = 0
+    """Group that it is in: the first, or the next one."""
+    is_prepared: bool = False
+    is_ordered: bool = False
+    """True once it was ordered to go over to the next group."""
+    is_lost: bool = False
+    """The epoch of its group has ended, and it has not seen that yet."""
 
     @property
     def has_work(self) -> bool:
         return bool(self.work) and not self.waves.is_paused
+
+    def make_vote(self) -> Vote:
+        return self.waves.vote(self.has_work and not (self.is_ordered and not self.generation))
 
 
 class World(NamedTuple):
@@ -81,6 +98,11 @@ class World(NamedTuple):
     homeless: tuple[int, ...] = ()
     """Requests of engines that died while no other was up."""
     group_wave: int = 0
+    next_wave: int = 0
+    """Wave of the next group."""
+    has_prepared: bool = False
+    has_committed: bool = False
+    scope: Scope = Scope()
     quiet: int = 0
     """Steps since there was nothing to do."""
     num_pauses: int = 0
@@ -88,6 +110,12 @@ class World(NamedTuple):
     num_deaths: int = 0
     num_removals: int = 0
     num_added: int = 0
+
+    def wave_of(self, generation: int) -> int:
+        return self.next_wave if generation else self.group_wave
+
+    def with_wave(self, generation: int, wave: int) -> World:
+        return self._replace(next_wave=wave) if generation else self._replace(group_wave=wave)
 
 
 class ViolationError(AssertionError):
@@ -99,13 +127,13 @@ def _put(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
 
 
 def make_world(scope: Scope) -> World:
-    total = scope.num_engines + scope.num_spare
+    total = max(scope.num_engines + scope.num_spare, scope.next_size)
     standing = JOINING if scope.is_cold else MEMBER
     engines = tuple(Engine(is_up=i < scope.num_engines, standing=standing) for i in range(total))
     alive = frozenset(range(scope.num_engines))
     nothing: tuple[Channel, ...] = ((),) * total
     coordinator = CoordinatorState(num_expected=scope.num_engines, num_subscribed=scope.num_engines)
-    return World(engines, coordinator, alive, frozenset(), nothing, nothing, nothing)
+    return World(engines, coordinator, alive, frozenset(), nothing, nothing, nothing, scope=scope)
 
 
 Step = tuple[str, World]
@@ -126,8 +154,9 @@ def progress(world: World) -> Iterator[Step]:
             yield f"engine {i} sees {engine.verdict[0].name}", _see_verdict(world, i)
         elif engine.vote is None and engine.waves.is_running:
             yield f"engine {i} steps", _step(world, i)
-    if (joint := _agree(world)) is not None:
-        yield "the engines agree", joint
+    for generation in range(2 if world.has_prepared else 1):
+        if (joint := _agree(world, generation)) is not None:
+            yield f"the engines of group {generation} agree", joint
     yield from _coordinate(world)
     if world.published:
         wave, is_running = world.published[0]
@@ -139,7 +168,8 @@ def environment(world: World, scope: Scope) -> Iterator[Step]:
     alive = [i for i, engine in enumerate(world.engines) if engine.is_up]
     if world.num_sent < scope.num_requests:
         for i in alive:
-            yield f"a request is sent to engine {i}", _send(world, i, scope)
+            if not world.has_prepared or (i < scope.next_size and (i < scope.num_engines or world.has_committed)):
+                yield f"a request is sent to engine {i}", _send(world, i, scope)
     if not world.is_paused and world.num_pauses < scope.num_pauses:
         paused = world._replace(is_paused=True, num_pauses=world.num_pauses + 1)
         yield "pause", _tell_all(paused, "pause")
@@ -166,6 +196,10 @@ def environment(world: World, scope: Scope) -> Iterator[Step]:
                 yield f"engine {i} dies; its notices arrive", late._replace(notices=world.notices)
         if world.num_removals < scope.num_removals and len(alive) > 1:
             yield f"engine {i} is removed", _die(world._replace(num_removals=world.num_removals + 1), i)
+    if scope.next_size and not world.has_prepared:
+        yield "the next group is prepared", _prepare(world, scope)
+    if world.has_prepared and not world.has_committed and _may_commit(world, scope):
+        yield "the engines are ordered to go over", _commit(world, scope)
     if world.num_added < scope.num_spare:
         yield "an engine is added", _start(world._replace(num_added=world.num_added + 1), scope)
 
@@ -175,6 +209,12 @@ def restarts(world: World, scope: Scope) -> Iterator[Step]:
     if world.coordinator is None:
         alive = frozenset(i for i, engine in enumerate(world.engines) if engine.is_up)
         yield "the coordinator is restarted", world._replace(coordinator=CoordinatorState(), subscribing=alive)
+    if scope.next_size:
+        first, last = (0, scope.next_size) if world.has_committed else (0, scope.num_engines)
+        last = max(last, scope.next_size) if world.has_prepared and not world.has_committed else last
+        if any(not engine.is_up for engine in world.engines[first:last]):
+            yield "an engine is restarted", _start(world, scope)
+        return
     num_down = sum(not engine.is_up for engine in world.engines)
     if num_down > world.num_removals + scope.num_spare - world.num_added:
         yield "an engine is restarted", _start(world, scope)
@@ -205,16 +245,18 @@ def _take_input(world: World, i: int) -> World:
     world = world._replace(to_engine=_put(world.to_engine, i, tuple(rest)), quiet=0)
     engine = world.engines[i]
     waves = engine.waves
+    if kind == "switch":
+        return _follow(world._replace(engines=_put(world.engines, i, engine._replace(is_ordered=True))), i)
     if kind == "add":
         wave, num_steps = args
-        if waves.pause is not Pause.NONE:
+        if engine.is_frozen:
             engine = engine._replace(held=tuple(sorted((*engine.held, num_steps))))
             return world._replace(engines=_put(world.engines, i, engine))
         engine = engine._replace(work=tuple(sorted((*engine.work, num_steps))))
         return _settle(world, i, engine, waves.on_request(wave))
     if kind == "pause":
-        return _settle(world, i, engine, waves.on_pause())
-    engine = engine._replace(work=tuple(sorted((*engine.work, *engine.held))), held=())
+        return _settle(world, i, engine._replace(is_frozen=True), waves.on_pause())
+    engine = engine._replace(work=tuple(sorted((*engine.work, *engine.held))), held=(), is_frozen=False)
     if engine.standing == PAUSED:
         engine = engine._replace(standing=JOINING)
     return _settle(world, i, engine, waves.on_resume(bool(engine.work)))
@@ -235,34 +277,44 @@ def _step(world: World, i: int) -> World:
     if engine.waves.is_paused:
         raise ViolationError(f"W4: engine {i} steps while it is paused")
     if engine.standing != MEMBER:
-        vote = engine.waves.vote(engine.has_work)
+        if engine.is_ordered and not engine.generation:
+            return _switch(world, i)
+        vote = engine.make_vote()
         return world._replace(engines=_put(world.engines, i, engine._replace(vote=vote)))
     turn = engine.waves.on_step(executed=engine.has_work)
     if not engine.has_work and WaveEffect.DUMMY not in turn.effects:
         raise ViolationError(f"W2: engine {i} leaves out a step that the others wait for")
-    is_quiet = not any(e.work or e.waves.pause is Pause.ASKED or e.standing != MEMBER for e in world.engines if e.is_up)
+    is_quiet = not any(
+        e.is_ordered or e.work or e.waves.pause is Pause.ASKED or e.standing != MEMBER for e in world.engines if e.is_up
+    )
     has_mail = any(world.to_engine) or any(world.orders)
     quiet = world.quiet + 1 if is_quiet and not has_mail else 0
     if quiet > 2 * len(world.engines):
         raise ViolationError("W5: the engines step on without requests")
     engine = engine._replace(work=tuple(n - 1 for n in engine.work if n > 1))
-    engine = engine._replace(vote=turn.state.vote(engine.has_work))
+    engine = engine._replace(vote=engine._replace(waves=turn.state).make_vote())
     return _settle(world._replace(quiet=quiet), i, engine, turn)
 
 
-def _agree(world: World) -> World | None:
-    """Returns the world after an agreement, if all members wait for it; those that join are admitted by it."""
+def _agree(world: World, generation: int) -> World | None:
+    """Returns the world after an agreement, if all members wait for it; those that join are admitted by it. Engines
+    that share experts agree with all only, and all join together."""
     engines = world.engines
-    live = [i for i, engine in enumerate(engines) if engine.is_up and engine.standing != PAUSED]
-    any_paused = any(engine.standing == PAUSED for engine in engines)
+    there = [i for i, engine in enumerate(engines) if engine.is_up and engine.generation == generation]
+    live = [i for i in there if engines[i].standing != PAUSED]
+    any_paused = len(live) < len(there)
+    is_incomplete = len(there) < world.scope.size(generation) or len({engines[i].standing for i in live}) > 1
+    if world.scope.next_size and is_incomplete:
+        return None
     if not any(engines[i].vote for i in live) or any(engines[i].verdict for i in live):
         return None
     if any(engines[i].vote is None for i in live if engines[i].standing == MEMBER):
         return None
     votes = [engines[i].vote or Vote(False, False) for i in live]
     for i in live:
-        if engines[i].vote is not None and engines[i].waves.wave != world.group_wave:
-            raise ViolationError(f"W2: engine {i} of wave {engines[i].waves.wave} is in wave {world.group_wave}")
+        is_new = generation and engines[i].standing == JOINING  # it has read the wave before the others have come
+        if engines[i].vote is not None and engines[i].waves.wave != world.wave_of(generation) and not is_new:
+            raise ViolationError(f"W2: engine {i} of wave {engines[i].waves.wave} is in {world.wave_of(generation)}")
     verdict = agree(votes, any_paused)
     if verdict is None:
         return None
@@ -272,10 +324,12 @@ def _agree(world: World) -> World | None:
         raise ViolationError("W1: a wave ends with requests")
     if verdict is Verdict.GO and not any(vote.has_work or vote.is_pausing for vote in votes):
         raise ViolationError("W5: a wave goes on without requests")
-    wave = world.group_wave + (verdict is not Verdict.GO and not any_paused)
+    if len({engines[i].generation for i in live}) > 1:
+        raise ViolationError("W6: engines of two groups agree")
+    wave = world.wave_of(generation) + (verdict is not Verdict.GO and not any_paused)
     for i in live:
         engines = _put(engines, i, engines[i]._replace(verdict=(verdict, wave), standing=MEMBER))
-    return world._replace(engines=engines, group_wave=wave)
+    return world._replace(engines=engines).with_wave(generation, wave)
 
 
 def _see_verdict(world: World, i: int) -> World:
@@ -284,12 +338,17 @@ def _see_verdict(world: World, i: int) -> World:
     verdict, wave = engine.verdict
     turn = engine.waves.on_verdict(verdict, wave, engine.has_work)
     standing = MEMBER if verdict is not Verdict.PAUSE else PAUSED if turn.state.is_paused else JOINING
-    return _settle(world, i, engine._replace(vote=None, verdict=None, standing=standing), turn)
+    if engine.is_lost and standing == MEMBER:
+        standing = JOINING
+    engine = engine._replace(vote=None, verdict=None, standing=standing, is_lost=False)
+    return _follow(_settle(world, i, engine, turn), i)
 
 
 def _die(world: World, i: int) -> World:
     """Ends an engine. Its requests move to another one."""
     engine = world.engines[i]
+    if world.scope.next_size:
+        world = _lose(world, engine.generation, i)
     orphans = [*engine.work, *engine.held, *(message[2] for message in world.to_engine[i] if message[0] == "add")]
     world = world._replace(
         engines=_put(world.engines, i, Engine(is_up=False)),
@@ -299,7 +358,7 @@ def _die(world: World, i: int) -> World:
         subscribed=world.subscribed - {i},
         subscribing=world.subscribing - {i},
     )
-    target = next((j for j, other in enumerate(world.engines) if other.is_up), None)
+    target = next((j for j, other in enumerate(world.engines) if other.is_up and _takes_requests(world, j)), None)
     if target is None:
         return world._replace(homeless=(*world.homeless, *orphans))
     for num_steps in orphans:
@@ -315,7 +374,10 @@ def make_joiner(wave: int) -> Engine:
 def _start(world: World, scope: Scope) -> World:
     """Starts an engine. It joins at the next agreement, or at once if it is alone."""
     i = next(i for i, engine in enumerate(world.engines) if not engine.is_up)
-    engine = make_joiner(world.group_wave)
+    generation = int(world.has_committed or (world.has_prepared and i >= scope.num_engines))
+    engine = make_joiner(world.wave_of(generation))._replace(generation=generation)
+    if scope.next_size:
+        world = _lose(world, generation, i)
     subscribing = world.subscribing if world.coordinator is None else world.subscribing | {i}
     world = world._replace(engines=_put(world.engines, i, engine), subscribing=subscribing)
     if world.is_paused:
@@ -323,6 +385,92 @@ def _start(world: World, scope: Scope) -> World:
     for num_steps in world.homeless:
         world = _tell(world, i, ("add", world.view[0], num_steps))
     return world._replace(homeless=())
+
+
+# -- another number of engines ----------------------------------------------------------------------------------------
+
+
+def _takes_requests(world: World, i: int) -> bool:
+    scope = world.scope
+    return not scope.next_size or (i < min(scope.num_engines, scope.next_size) if world.has_prepared else True)
+
+
+def _prepare(world: World, scope: Scope) -> World:
+    """Starts the engines that are added; the others have their next experts."""
+    present = world.engines[: scope.num_engines]
+    engines = tuple(engine._replace(is_prepared=engine.is_up) for engine in present)
+    world = world._replace(engines=(*engines, *world.engines[scope.num_engines :]), has_prepared=True)
+    for i in range(scope.num_engines, scope.next_size):
+        assert not world.engines[i].is_up
+        if all(engine.is_up for engine in world.engines[:i]):
+            world = _start(world, scope)
+    return world
+
+
+def _may_commit(world: World, scope: Scope) -> bool:
+    """Returns whether all are there, and none has died since it was prepared."""
+    present, added = world.engines[: scope.num_engines], world.engines[scope.num_engines :]
+    return all(engine.is_prepared for engine in present) and all(engine.is_up for engine in added)
+
+
+def _commit(world: World, scope: Scope) -> World:
+    world = world._replace(has_committed=True)
+    for i in range(scope.num_engines):
+        world = _tell(world, i, ("switch",))
+    return world
+
+
+def _lose(world: World, generation: int, i: int) -> World:
+    """Ends the epoch of a group, because engine `i` leaves it, dies or joins: the others join again, when they see
+    that."""
+    engines = world.engines
+    for j, engine in enumerate(engines):
+        if j == i or not engine.is_up or engine.generation != generation or engine.standing != MEMBER:
+            continue
+        if engine.verdict is not None:
+            engine = engine._replace(is_lost=True)
+        else:
+            engine = engine._replace(standing=JOINING, vote=None)
+        engines = _put(engines, j, engine)
+    return world._replace(engines=engines)
+
+
+def _follow(world: World, i: int) -> World:
+    """Does what the order to go over asks for now."""
+    engine = world.engines[i]
+    if not engine.is_ordered or engine.generation:
+        return world
+    if engine.verdict is None and may_switch(engine):
+        return _switch(world, i)
+    return _settle(world, i, engine, engine.waves.on_pause())
+
+
+def may_switch(engine: Engine) -> bool:
+    """Returns whether no step of its group needs this engine."""
+    return engine.waves.is_paused or engine.standing == JOINING
+
+
+def _switch(world: World, i: int) -> World:
+    """Makes an engine leave its group for the next one, or end."""
+    if i >= world.scope.next_size:
+        return _die(world, i)
+    world, engine = _lose(world, 0, i), world.engines[i]
+    wave = begin_next(world, engine)
+    world, waves = world._replace(next_wave=wave), engine.waves._replace(wave=wave, has_notified=False)
+    engine = Engine(waves, engine.work, engine.held, is_frozen=engine.is_frozen, generation=1, is_ordered=True)
+    world = _settle(world, i, engine, waves.on_resume(bool(engine.work)))
+    return keep_pause(world, i)
+
+
+def begin_next(world: World, engine: Engine) -> int:
+    """Returns the wave of the next group once an engine has come."""
+    return max(world.next_wave, engine.waves.wave)
+
+
+def keep_pause(world: World, i: int) -> World:
+    """Pauses an engine again which was to pause, or has paused, when it went over."""
+    engine = world.engines[i]
+    return _settle(world, i, engine, engine.waves.on_pause()) if engine.is_frozen else world
 
 
 # -- the client and the coordinator ---------------------------------------------------------------------------------
@@ -368,7 +516,7 @@ def _coordinate(world: World) -> Iterator[Step]:
 def _order(world: World, state: CoordinatorState, orders: tuple[Order, ...]) -> World:
     if world.coordinator is not None and state.wave < world.coordinator.wave:
         raise ViolationError("W3: the wave of the coordinator falls")
-    if state.wave > max(world.group_wave, *(engine.waves.wave for engine in world.engines)) + 1:
+    if state.wave > max(world.group_wave, world.next_wave, *(engine.waves.wave for engine in world.engines)) + 1:
         raise ViolationError("W3: the coordinator is ahead of all engines")
     channels, published = world.orders, world.published
     for order in orders:
@@ -389,14 +537,18 @@ def check_quiescent(world: World) -> None:
         if not engine.is_up:
             continue
         waves = engine.waves
+        if engine.generation and not world.has_committed:
+            continue  # it waits for the order
+        if world.has_committed and not engine.generation:
+            raise ViolationError(f"W6: engine {i} never goes over")
         if waves.is_running or engine.vote is not None:
             raise ViolationError(f"W1: engine {i} waits for ever for the others")
         if waves.pause is Pause.ASKED or waves.is_paused != world.is_paused:
             raise ViolationError(f"W1: engine {i} is in pause state {waves.pause.name}")
         if (engine.work or engine.held) and not waves.is_paused:
             raise ViolationError(f"W1: engine {i} has requests and does not run")
-        if waves.wave != world.group_wave:
-            raise ViolationError(f"W2: engine {i} is idle in wave {waves.wave} of {world.group_wave}")
+        if waves.wave != world.wave_of(engine.generation) and not (engine.generation and engine.standing == JOINING):
+            raise ViolationError(f"W2: engine {i} is idle in wave {waves.wave} of {world.wave_of(engine.generation)}")
 
 
 class Report(NamedTuple):

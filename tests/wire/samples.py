@@ -12,6 +12,7 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.structured_outputs import ReasoningTokens, StructuredOutputsParams
 from quire.timeline import Stamp
+from quire.wire.elastic import ReconfigureDistributedRequest
 from quire.wire.engine_core import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -303,6 +304,7 @@ FULL: dict[str, Any] = {
         next_sequence=58,
         kv_events=SOURCE,
         numerics_id="x86_64; native amx",
+        experts_generation=3,
     ),
     "BlockStored": STORED,
     "BlockRemoved": REMOVED,
@@ -363,8 +365,9 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", 11, CURVE_KEYS
+        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", 11, CURVE_KEYS, 2, True
     ),
+    "ReconfigureDistributedRequest": ReconfigureDistributedRequest(3, 1, -2, "10.0.0.1", 7, [8, 9], 10, 2, "/tmp/g.2"),
     "CoordinatorAddresses": COORDINATOR_ADDRESSES,
     "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS),
     "FullAttentionSpec": FULL_SPEC,

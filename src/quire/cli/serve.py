@@ -34,6 +34,8 @@ TRACE_EVENTS = 50_000
 _ANYWHERE = re.compile(r"//(0\.0\.0\.0|\[::\])(?=[:/]|$)")
 QUEUE_LIMITS = {"max_num_queued_reqs": 16_384, "max_num_queued_tokens": 1 << 25}
 """Default limits of the queue: far above useful waiting times, and within a server's memory."""
+PORT_SERVER = "quire.cli.port_server"
+"""Module of each server of --data-parallel-multi-port-external-lb."""
 _FLAGS = {spec.name: spec for spec in flags_of(ServerConfig)}
 
 
@@ -87,6 +89,15 @@ def run(args: Arguments) -> int:
         resolve("quire.frontend.supervision.node:serve_node")(engine_config)
         logger.info("quire: ended")
         return 0
+    if engine_config.parallel_config.data_parallel_multi_port_external_lb:
+        resolve("quire.frontend.fleet.ports:serve_on_ports")(engine_config, config, keys, PORT_SERVER)
+        logger.info("quire: ended")
+        return 0
+    return serve_model(engine_config, config, keys, start)
+
+
+def serve_model(engine_config: EngineConfig, config: ServerConfig, keys: tuple[bytes, ...], start: float) -> int:
+    """Serves by these configurations until a signal ends it. `keys` are digests, `start` is on the monotonic clock."""
     hold_garbage()  # until the server is ready
     try:
         return _serve(engine_config, config, keys, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -221,6 +222,10 @@ class EngineConfig:
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora_config: LoRAConfig = field(default_factory=LoRAConfig)
     kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)
+
+    def with_engines(self, num_engines: int, generation: int) -> EngineConfig:
+        """Returns the same for another number of engines that share experts: `ParallelConfig.with_engines`."""
+        return dataclasses.replace(self, parallel_config=self.parallel_config.with_engines(num_engines, generation))
 
 
 def describe_engine(config: EngineConfig) -> dict[str, str]:

@@ -16,8 +16,8 @@ from quire.config.kv_transfer import FOREIGN, STORE
 from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import TRANSFORMERS, ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
-from quire.config.speculative import HEADS, SpeculativeConfig, resolve_drafting
-from quire.config.speculators import find_verifier
+from quire.config.speculative import SpeculativeConfig, resolve_drafting
+from quire.config.speculators import EAGLE3, find_verifier
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError, UnknownArgumentError, nearest
 from quire.logger import init_logger
@@ -289,9 +289,10 @@ def _check_parallel(config: EngineConfig) -> None:
     why = {
         **(_sharing_refusals(config) if parallel.shares_experts else {}),
         f"--spec-method {drafting and drafting.method}": drafting is not None
-        and (drafting.method in HEADS or drafting.drafter_cls is not None)
-        and "heads, which read the target's states, and classes of yours do not draft for several workers yet; "
-        "draft_model, ngram and suffix do",
+        and drafting.method == EAGLE3
+        and parallel.pipeline_parallel_size > 1
+        and "such a head reads states of layers in earlier stages, which the last one does not have yet; eagle, "
+        "draft_model, ngram and suffix draft for stages, and eagle3 with --tensor-parallel-size alone",
         f"an encoder ({model.hf_config.architecture})": model.hf_config.is_encoder
         and "texts that are seen whole cannot be divided yet; only decoders can be",
         f"the code of transformers, which {model.hf_config.architecture} needs": model.implementation.name
@@ -310,7 +311,6 @@ def _sharing_refusals(config: EngineConfig) -> dict[str, object]:
     """Returns what engines that share experts cannot do besides, though several workers of one engine can."""
     drafting = config.speculative_config.drafting
     return {
-        "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among engines yet",
         f"--spec-model {drafting and drafting.method}": drafting is not None
         and drafting.model is not None
         and "a model or a class that drafts does not step with the other engines yet; ngram and suffix can be used",

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,8 @@ EXECUTORS: dict[str, str] = {
 }
 """Executors by the name of --distributed-executor-backend."""
 MAX_ENGINES = 1024
+MAX_SHARING = 64
+"""Most engines that share experts."""
 _MAX_PORT = 65535
 _PORT: dict[str, Any] = {"parse": int, "minimum": 1, "maximum": _MAX_PORT}
 
@@ -144,10 +147,12 @@ class ParallelConfig:
         "Executor: uni (the worker lives in the engine's process), mp (workers are processes), or package.module:Class."
         " Default: uni for one worker, else mp.",
     )
-    enable_elastic_ep: bool = flag(False, "Let the number of engines that share experts change while they serve.")
+    enable_elastic_ep: bool = flag(
+        False, "Begin with one engine of a mixture, to which others can be added that share its experts."
+    )
     elastic_ep_max_dp_size: int | None = flag(
         None,
-        "Most engines that --enable-elastic-ep may reach. Default: --data-parallel-size.",
+        "Most engines that share experts, of a server whose number of engines is changed. Default: 64.",
         parse=int,
         minimum=1,
         maximum=MAX_ENGINES,
@@ -165,8 +170,15 @@ class ParallelConfig:
 
     engine_index: int = 0
     """Index of the engine: no flag, set where its core starts."""
+    port_index: int = -1
+    """Number of this server among those of --data-parallel-multi-port-external-lb: no flag, set where it starts. -1: it
+    is none of them."""
     experts_file: int = -1
     """Descriptor of the file of engines that share experts, -1 for others: no flag, set where the core starts."""
+    experts_generation: int = 0
+    """Number of the group of engines that share experts: no flag, set where the core starts."""
+    is_scale_up_launch: bool = False
+    """True for an engine that is started for a group which does not compute yet: no flag, set where the core starts."""
 
     def __post_init__(self) -> None:
         for is_wrong, why in _MISTAKES:
@@ -206,7 +218,8 @@ class ParallelConfig:
     @property
     def is_hybrid(self) -> bool:
         """True if each machine has a server, which chooses among the engines there."""
-        return self._asks_for_hybrid and self._num_local not in (1, self.data_parallel_size)
+        is_asked = self._asks_for_hybrid and not self.data_parallel_multi_port_external_lb
+        return is_asked and self._num_local not in (1, self.data_parallel_size)
 
     @property
     def _asks_for_hybrid(self) -> bool:
@@ -219,11 +232,20 @@ class ParallelConfig:
     @property
     def num_local_engines(self) -> int:
         """Number of engines that this process starts on this machine."""
+        return 1 if self.port_index >= 0 else len(self.machine_engines)
+
+    @property
+    def machine_engines(self) -> range:
+        """Engines that share this machine: those that this process starts, and those of the servers on other ports."""
+        first = self.data_parallel_rank or self.data_parallel_start_rank or 0
         if self.is_on_ray:
-            return 0
-        if self._num_local is not None:
-            return self._num_local
-        return 1 if self.is_external and not self.data_parallel_multi_port_external_lb else self.data_parallel_size
+            count = 0
+        elif self._num_local is not None:
+            count = self._num_local
+        else:
+            is_single = self.is_external and not self.data_parallel_multi_port_external_lb
+            count = 1 if is_single else self.data_parallel_size
+        return range(first, first + count)
 
     @property
     def is_on_ray(self) -> bool:
@@ -249,18 +271,34 @@ class ParallelConfig:
 
     @property
     def first_engine(self) -> int:
-        """Rank of the first engine on this machine."""
-        return self.data_parallel_rank or self.data_parallel_start_rank or 0
+        """Rank of the first engine that this process starts."""
+        return self.machine_engines.start + max(0, self.port_index)
 
     @property
     def shares_experts(self) -> bool:
         """True if each engine has a part of a mixture's experts. With several workers in an engine those share them."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
+        is_group = self.data_parallel_size > 1 or self.enable_elastic_ep
+        return self.enable_expert_parallel and is_group and self.world_size == 1
 
     @property
     def has_waves(self) -> bool:
         """True if the engines step together."""
         return (self.dp_coordinator == "always" and self.data_parallel_size > 1) or self.shares_experts
+
+    def with_engines(self, num_engines: int, generation: int) -> ParallelConfig:
+        """Returns the same for another number of engines that share experts, in a group of this number."""
+        return dataclasses.replace(
+            self,
+            data_parallel_size=num_engines,
+            data_parallel_size_local=None,
+            enable_elastic_ep=True,
+            experts_generation=generation,
+        )
+
+    @property
+    def most_engines(self) -> int:
+        """Most engines that share experts which there may be."""
+        return self.elastic_ep_max_dp_size or MAX_SHARING
 
     @property
     def executor_backend(self) -> str:
@@ -310,6 +348,21 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         lambda c: c.is_external and c.data_parallel_size == 1,
         "a load balancer of yours (--data-parallel-external-lb or --data-parallel-rank) needs several engines; give "
         "--data-parallel-size, or leave the other out",
+    ),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb and c.data_parallel_rank is not None,
+        "--data-parallel-rank {c.data_parallel_rank} is of one server, --data-parallel-multi-port-external-lb starts "
+        "several; give --data-parallel-start-rank, the number of the first, or leave one out",
+    ),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb and (c.headless or c.data_parallel_size_local == 0),
+        "--data-parallel-multi-port-external-lb starts a server for each engine of this machine, and there are none "
+        "(--headless, or --data-parallel-size-local 0)",
+    ),
+    (
+        lambda c: c.data_parallel_multi_port_external_lb and c.has_waves,
+        "--data-parallel-multi-port-external-lb: engines that step together (--enable-expert-parallel, "
+        "--dp-coordinator always) are those of one server, and here each has its own; leave one out",
     ),
     (
         lambda c: c.data_parallel_external_lb and c.data_parallel_rank is None,
@@ -425,11 +478,5 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "the workers of an engine are on one machine; start an engine on each (--data-parallel-size, and --headless on "
         "all but the first), or make the model smaller (--quantization int4)",
     ),
-    (
-        lambda c: c.data_parallel_multi_port_external_lb,
-        "--data-parallel-multi-port-external-lb",
-        "start a server per engine yourself, each with --data-parallel-rank and a --port of its own",
-    ),
-    (lambda c: c.enable_elastic_ep, "--enable-elastic-ep", "the number of engines is fixed when they start"),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

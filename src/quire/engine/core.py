@@ -21,7 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.executor.abstract import Executor
 from quire.engine.heartbeat import HeartbeatWriter
 from quire.engine.kv_cache.hashing import make_block_hasher
-from quire.engine.kv_cache.sizing import initialize_kv_caches
+from quire.engine.kv_cache.sizing import KVCacheSizes, initialize_kv_caches
 from quire.engine.kv_events import find_source
 from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
@@ -32,12 +32,13 @@ from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, Sched
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
 from quire.engine.transfers import TransferLink
-from quire.errors import ServerError, ValidationError
+from quire.errors import ClientError, ServerError, ValidationError
 from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.timeline import stamp
+from quire.wire.elastic import EEPNotificationType, ReconfigureDistributedRequest
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.trace import TraceWindow
@@ -64,6 +65,13 @@ class _QueuedStep(NamedTuple):
         if model_output is None:
             raise ServerError("the executor returned neither an output nor an error for a step")
         return model_output
+
+
+NOTHING_SHARED = "this engine shares no experts with others: it has nothing to prepare"
+
+
+def _has_peers(config: EngineConfig) -> bool:
+    return config.parallel_config.data_parallel_size > 1 or config.parallel_config.shares_experts
 
 
 class EngineCore:
@@ -94,7 +102,7 @@ class EngineCore:
         self.executor = executor_class(config)
         if executor_fail_callback is not None:
             self.executor.register_failure_callback(executor_fail_callback)
-        sizes = initialize_kv_caches(config, self.executor)
+        sizes = self._make_kv_caches(config)
         cache_config = config.cache_config
         max_steps = self.executor.max_concurrent_batches
         observers, self._traces = make_observers(config, sizes, self.heartbeat, max_steps)
@@ -132,7 +140,7 @@ class EngineCore:
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=self.executor.get_supported_tasks(),
             kv_events=find_source(config),
-            numerics_id=self.executor.get_numerics_id() if config.parallel_config.data_parallel_size > 1 else "",
+            numerics_id=self.executor.get_numerics_id() if _has_peers(config) else "",
         )
         self.batch_queue_size = max_steps
         self.batch_queue: deque[_QueuedStep] = deque()
@@ -153,6 +161,35 @@ class EngineCore:
         gc.collect()
         gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
+
+    def _make_kv_caches(self, config: EngineConfig) -> KVCacheSizes:
+        if config.parallel_config.is_scale_up_launch:
+            self._eep_scale_up_before_kv_init()
+        return initialize_kv_caches(config, self.executor)
+
+    # -- another number of engines: those that share experts have it (`DPEngineCoreProc`) ---------------------------
+
+    def _eep_scale_up_before_kv_init(self) -> None:
+        """Checks, before there is a KV cache, an engine that is added to others."""
+        raise NotImplementedError("only engines that share experts are started for a group that does not compute yet")
+
+    def _eep_send_engine_core_notification(self, notification: EEPNotificationType) -> None:
+        """Reports how far this engine is when the number of engines changes."""
+        raise NotImplementedError("only engines that share experts report changes of their number")
+
+    def reinitialize_distributed(self, request: ReconfigureDistributedRequest) -> Future[str]:
+        """Begins to prepare for a group of another number of engines, beside the steps. Returns a Future of the key
+        `eep_ready/RANK`. Raises ClientError for engines that share no experts, and for one that is asleep."""
+        raise ClientError(NOTHING_SHARED)
+
+    def commit_prepared_elastic_ep(self) -> Future[None]:
+        """Orders this engine to go over to the group that it has prepared for. Returns a Future, which ends when it
+        has. Raises ClientError if it has prepared for none."""
+        raise ClientError(NOTHING_SHARED)
+
+    def discard_prepared_elastic_ep(self) -> None:
+        """Gives up what has been prepared. Raises ClientError after the order to go over."""
+        raise ClientError(NOTHING_SHARED)
 
     # -- requests ----------------------------------------------------------------------------------------------
 

@@ -44,12 +44,29 @@ _VERDICTS, _WAVES, _NUM_RANKS, _EPOCH = 0, 2, 4, 5
 """Words of the page: the last two verdicts (4 * number + verdict), the waves after them, the highest rank + 1, and the
 number of the last epoch."""
 _FIRST_PLACE, _PLACE_WORDS = 8, 8
-_STANDING, _VOTES, _LIFE, _FINGERPRINT = 0, 1, 3, 4
-"""Words of a rank's place. The last two: how often it was started, and what decides the bits of its steps."""
+_STANDING, _VOTES, _LIFE, _FINGERPRINT, _WEIGHTS = 0, 1, 3, 4, 5
+"""Words of a rank's place. The last three: how often it was started, what decides the bits of its steps and never
+changes, and its weights, which do."""
 _ABSENT, _JOINING, _PAUSED, _MEMBER = 0, 1, 2, 3
 """Standings; `_MEMBER` + n: member since agreement n."""
 _HAS_WORK, _IS_PAUSING, _FLAGS = 1, 2, 4
 """Flags of a vote, which stand below its number. A rank that joins votes without a number."""
+
+
+class _Epochs(NamedTuple):
+    """The epochs of a group that shares experts, in the file of all."""
+
+    file: int
+    generation: int
+
+    def begin(self, epoch: int) -> None:
+        begin_epoch(self.file, epoch, self.generation)
+
+    def end(self, epoch: int) -> None:
+        end_epoch(self.file, epoch, self.generation)
+
+    def has_ended(self, epoch: int) -> bool:
+        return has_epoch_ended(self.file, epoch, self.generation)
 
 
 class Agreement(NamedTuple):
@@ -74,12 +91,16 @@ class DPGroup:
         size: int,
         clock: Callable[[], float] = time.monotonic,
         experts_file: int | None = None,
+        generation: int = 0,
     ) -> None:
         """Opens the page. `experts_file`: that of a group of `size` ranks which share experts; None: they do not, and
-        `size` is a limit. Raises ConfigError for a rank that cannot be, OSError for a page that cannot be opened."""
-        if not (1 < size <= MAX_RANKS and 0 <= rank < size):
+        `size` is a limit. `generation` is the number of such a group.
+
+        Raises ConfigError for a rank that cannot be, OSError for a page that cannot be opened."""
+        if not ((1 if experts_file is not None else 2) <= size <= MAX_RANKS and 0 <= rank < size):
             raise ConfigError(f"engine {rank} of {size} cannot be in a group: one has 2 to {MAX_RANKS} engines")
-        self._path, self._rank, self._clock, self._size, self._experts = path, rank, clock, size, experts_file
+        self._path, self._rank, self._clock, self._size = path, rank, clock, size
+        self._experts = None if experts_file is None else _Epochs(experts_file, generation)
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, GROUP_PAGE_BYTES)
         self._words = memoryview(self._memory).cast("Q")
@@ -93,16 +114,19 @@ class DPGroup:
         """Number of the epoch that this rank was admitted to last."""
         self._watches: dict[int, _LifeWatch] = {}
 
-    def join(self, fingerprint: int = 0) -> int:
+    def join(self, fingerprint: int = 0, wave: int = 0, weights: int = 0) -> int:
         """Takes this rank's place. Returns the wave of the group. `fingerprint`, 64 bits, is the same in ranks that can
-        share experts: ConfigError if that of another rank differs."""
+        share experts: ConfigError if that of another rank differs. A group that takes the place of another begins with
+        the greatest `wave` of its ranks. `weights`: see there."""
         self._life = os.open(self._life_file(self._rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._life, fcntl.LOCK_EX)
         with self._locked():
             self._words[_NUM_RANKS] = max(self._words[_NUM_RANKS], self._rank + 1)
+            if not self._last_number():
+                self._words[_WAVES] = max(self._words[_WAVES], wave)
             place = self._place(self._rank)
             self._words[place + _LIFE] += 1
-            self._words[place + _FINGERPRINT] = fingerprint
+            self._words[place + _FINGERPRINT], self._words[place + _WEIGHTS] = fingerprint, weights
             self._remove_dead()
             for rank in self._standings():
                 if rank != self._rank and self._words[self._place(rank) + _FINGERPRINT] != fingerprint:
@@ -123,6 +147,35 @@ class DPGroup:
             return self.wave
 
     @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def has_left(self) -> bool:
+        """True once this rank has left."""
+        return self._file < 0
+
+    @property
+    def fingerprint(self) -> int:
+        """The fingerprint that this rank has joined with."""
+        return int(self._words[self._place(self._rank) + _FINGERPRINT])
+
+    @property
+    def weights(self) -> int:
+        """Digest of this rank's weights, 64 bits: ranks that share experts go on only while they have the same."""
+        return int(self._words[self._place(self._rank) + _WEIGHTS])
+
+    @weights.setter
+    def weights(self, digest: int) -> None:
+        self._words[self._place(self._rank) + _WEIGHTS] = digest
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, or the limit of it."""
+        return self._size
+
+    @property
     def shares_experts(self) -> bool:
         """True if no rank can step without the others."""
         return self._experts is not None
@@ -131,11 +184,11 @@ class DPGroup:
     def is_lost(self) -> bool:
         """True if this rank takes part in an epoch that has ended: no step of it can succeed any more."""
         is_member = self._file >= 0 and not self.is_joining
-        return self._experts is not None and is_member and has_epoch_ended(self._experts, self.epoch)
+        return self._experts is not None and is_member and self._experts.has_ended(self.epoch)
 
     def _end_epoch(self) -> None:
         if self._experts is not None and self._words[_EPOCH]:
-            end_epoch(self._experts, self._words[_EPOCH])
+            self._experts.end(self._words[_EPOCH])
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Ends this rank's epoch as soon as the process of another rank of it ends, and then calls `on_death` on
@@ -152,7 +205,7 @@ class DPGroup:
         rank = int(rank_file.name.rpartition("-")[2])
         with contextlib.suppress(ValueError):  # this rank has left
             if self._experts is not None and self._words[self._place(rank) + _LIFE] == life:
-                end_epoch(self._experts, self.epoch)
+                self._experts.end(self.epoch)
 
     @property
     def wave(self) -> int:
@@ -171,7 +224,10 @@ class DPGroup:
         self._words[place + _VOTES + self._number % 2] = self._number * _FLAGS | flags
 
     def poll(self) -> Agreement | None:
-        """Returns the agreement that this rank waits for, once there is one. Decides it if all votes are there."""
+        """Returns the agreement that this rank waits for, once there is one. Decides it if all votes are there. A rank
+        that has left waits for none."""
+        if self.has_left:
+            return None
         if self.is_joining:
             since = self._words[self._place(self._rank) + _STANDING]
             if since >= _MEMBER:
@@ -246,7 +302,8 @@ class DPGroup:
         standings = self._standings()
         if self._experts is not None:
             are_members = {standing >= _MEMBER for standing in standings.values() if standing != _PAUSED}
-            if len(standings) < self._size or len(are_members) > 1:
+            weights = {self._words[self._place(rank) + _WEIGHTS] for rank in standings}
+            if len(standings) < self._size or len(are_members) > 1 or len(weights) > 1:
                 return {}
         for rank, standing in standings.items():
             place = self._place(rank)
@@ -284,7 +341,7 @@ class DPGroup:
             return
         if self._experts is not None and _JOINING in standings.values():
             self._words[_EPOCH] += 1
-            begin_epoch(self._experts, self._words[_EPOCH])
+            self._experts.begin(self._words[_EPOCH])
         self._words[_WAVES + number % 2] = wave + (verdict is not Verdict.GO and not any_paused)
         self._words[_VERDICTS + number % 2] = number * _FLAGS | verdict
         for rank in votes:

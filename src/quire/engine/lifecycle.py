@@ -77,8 +77,10 @@ class Lifecycle:
         self._released: set[str] = set()
         """Which of KV_CACHE and WEIGHTS are released."""
         self._weight_version = "0"
-        self.keeps_weights = ""
-        """Reason why this engine takes no new weights; empty: it does."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before weights are replaced."""
+        self.on_update: Callable[[str, str], None] = lambda path, version: None
+        """Called with path and version of new weights, once they are in memory."""
 
     # -- pause -----------------------------------------------------------------------------------------------------
 
@@ -240,11 +242,10 @@ class Lifecycle:
         fails later, the old weights are read again, and the error is raised. If that fails too, the engine sleeps until
         `wake_up` can read its weights.
         """
-        if self.keeps_weights:
-            raise ClientError(self.keeps_weights)
         self._executor.collective_rpc("check_weights", args=(path,))
         with InterruptShield() as shield:
             self._finish_steps()
+            self.before_update()
             self._reset_caches()
             was_missing = WEIGHTS in self._released
             self._released.add(WEIGHTS)
@@ -253,26 +254,28 @@ class Lifecycle:
                 self._executor.collective_rpc("load_weights", args=(path,))
             except BaseException:
                 shield.may_break = False
-                if not was_missing:
-                    self._restore_weights()
+                self._restore_weights(reads=not was_missing)
                 raise
             shield.may_break = False
             self._exchange.set_weights(path)
             self._released.discard(WEIGHTS)
             self._weight_version = _next_version(self._weight_version) if version is None else version
+            self.on_update(path, self._weight_version)
         logger.info("weights of %s, version %s", path, self._weight_version)
         return self._weight_version
 
-    def _restore_weights(self) -> None:
-        """Reads the old weights again after an update that failed half-way."""
+    def _restore_weights(self, *, reads: bool) -> None:
+        """Takes back an update that failed half-way, or in some workers only. `reads`: reads the old weights again."""
         try:
-            self._executor.collective_rpc("load_weights")
+            self._executor.collective_rpc("undo_weights")
+            if reads:
+                self._executor.collective_rpc("load_weights")
         except Exception:
             logger.exception("the old weights cannot be read again either: the engine sleeps until wake_up() can")
             self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
             self._is_asleep = True
         else:
-            self._released.discard(WEIGHTS)
+            self._released -= {WEIGHTS} if reads else set()
 
 
 class _Pause:

@@ -478,7 +478,11 @@ def _make_core(metadata: EngineHandshakeMetadata, engine_index: int) -> EngineCo
     heartbeat.starting()
     config = decode_config(metadata.engine_config)
     parallel = dataclasses.replace(
-        config.parallel_config, engine_index=engine_index, experts_file=metadata.experts_file
+        config.parallel_config,
+        engine_index=engine_index,
+        experts_file=metadata.experts_file,
+        experts_generation=metadata.experts_generation,
+        is_scale_up_launch=metadata.is_scale_up_launch,
     )
     config = of_incarnation(dataclasses.replace(config, parallel_config=parallel), metadata.incarnation)
     if config.parallel_config.data_parallel_size > 1:

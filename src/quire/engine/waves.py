@@ -21,7 +21,7 @@ Laws, whatever is lost or delayed (`tests/simulation/wave_model.py` explores all
 * W3: waves never fall; the coordinator's is at most one above the greatest of the engines.
 * W4: between its pause and its resume no engine steps.
 * W5: without input all engines stop at the next agreement.
-* W6: engines that leave and join keep W1 to W4.
+* W6: engines that leave and join keep W1 to W4, and so do those that all go over to another group (`elastic.py`).
 
 The engine that begins a wave notifies the coordinator, whatever the client has done: a client whose knowledge is old,
 or a coordinator that died, loses no request (`CoordinatorState` in `coordinator.py`).

@@ -24,10 +24,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from quire.failpoints import failpoint
 from quire.kv_store.record import (
@@ -47,10 +43,6 @@ EXTENT_BYTES = 64 << 20
 TABLE_MAGIC = b"QUIREKVT"
 TABLE_VERSION = 1
 _ENTRY = struct.Struct("<32sIIQQ")
-_COLUMNS = np.dtype(
-    [("start", "<u8"), ("rest", "V24"), ("group", "<u4"), ("head_bytes", "<u4"), ("offset", "<u8"), ("payload", "<u8")]
-)
-"""An entry again; `start`: the first 8 bytes of the digest."""
 _COUNTS = struct.Struct("<QII32s")
 TRAILER_BYTES = _COUNTS.size + TAG_BYTES + len(TABLE_MAGIC)
 ENTRY_BYTES = _ENTRY.size
@@ -177,11 +169,6 @@ class Table:
             Entry(digest, group, offset, head_bytes, payload_bytes)
             for digest, group, head_bytes, offset, payload_bytes in _ENTRY.iter_unpack(self.data)
         ]
-
-    @property
-    def columns(self) -> npt.NDArray[Any]:
-        """Returns the entries as an array with the fields of `_COLUMNS`."""
-        return np.frombuffer(self.data, _COLUMNS)
 
 
 def read_table(descriptor: int, key: bytes) -> Table:

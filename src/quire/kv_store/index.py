@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
 from quire.logger import init_logger
@@ -44,11 +42,11 @@ class _Known:
 
     file: ExtentFile
     keys: array[int] = field(default_factory=lambda: array("Q"))
-    """Names of the blocks of a sealed extent (`_key_of`), sorted."""
+    """Keys (`_key_of`) of a sealed extent's blocks, sorted."""
     offsets: array[int] = field(default_factory=lambda: array("I"))
-    """Offsets of their records."""
+    """Offsets of the records, parallel to `keys`."""
     recent: dict[int, int] = field(default_factory=dict)
-    """Names of the blocks of an open extent, to the offsets of their records."""
+    """Offsets by key, of an open extent."""
     end: int = 0
     is_sealed: bool = False
     noted_ts: float = float("-inf")
@@ -165,7 +163,12 @@ class StoreIndex:
 
     def _add_table(self, number: int, table: Table) -> None:
         """Adds the records of a sealed extent that are not known yet, all at once."""
-        columns, known = table.columns, self._known[number]
+        import numpy as np  # commands that read no table need not load it
+
+        of_entry = "start", "rest", "group", "head_bytes", "offset", "payload"
+        types = "<u8", "V24", "<u4", "<u4", "<u8", "<u8"  # `start`: the first 8 bytes of the digest
+        columns = np.frombuffer(table.data, np.dtype(list(zip(of_entry, types, strict=True))))
+        known = self._known[number]
         keys = (columns["start"] ^ columns["group"].astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(_MASK)
         order = np.argsort(keys)
         known.offsets = array("I", columns["offset"][order].astype(np.uint32).tobytes())
@@ -189,12 +192,6 @@ class StoreIndex:
             known.noted_ts = now
             with contextlib.suppress(OSError):
                 self.directory.note_use(known.file, time.time_ns())
-
-
-def _key_of(digest: bytes, group: int) -> int:
-    """Returns the name of a block in the index: a small integer. A record that another block's name leads to is
-    rejected when it is read, as any that is not the one that was asked for."""
-    return (int.from_bytes(digest[:8], "little") ^ group * _SPREAD) & _MASK
 
 
 class PartsIndex:
@@ -244,6 +241,12 @@ class PartsIndex:
         """Reads what was written since the last scan. Raises OSError."""
         for part in self.parts:
             part.scan()
+
+
+def _key_of(digest: bytes, group: int) -> int:
+    """Returns the name of a block in the index: a small integer. A record that another block's name leads to is
+    rejected when it is read, as any that is not the one that was asked for."""
+    return (int.from_bytes(digest[:8], "little") ^ group * _SPREAD) & _MASK
 
 
 class StoreScanner:

@@ -392,6 +392,9 @@ class FakeExecutor(Executor):
         if self.transfers is not None and path is not None:
             self.transfers.set_weights(path)
 
+    def undo_weights(self) -> None:
+        """Has no effect: a load that fails has changed nothing."""
+
     # -- the rest of the interface ------------------------------------------------------------------------------
 
     def execute_dummy_batch(self) -> None:

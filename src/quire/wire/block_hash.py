@@ -31,12 +31,9 @@ def hash_block(parent: BlockHash | None, token_ids: Sequence[int], extra_keys: E
     Token ids are encoded as 64-bit integers. Raises TypeError for an extra key that is no str, int, bytes, None or
     tuple.
     """
-    digest = sha256(_BLOCK_TAG)
-    digest.update(NONE_HASH if parent is None else parent)
-    digest.update(_token_struct(len(token_ids)).pack(len(token_ids), *token_ids))
-    if extra_keys:
-        digest.update(encode_extra_keys(extra_keys))
-    return digest.digest()
+    tokens = _token_struct(len(token_ids)).pack(len(token_ids), *token_ids)
+    keys = encode_extra_keys(extra_keys) if extra_keys else b""
+    return sha256(_BLOCK_TAG + (NONE_HASH if parent is None else parent) + tokens + keys).digest()
 
 
 @lru_cache(maxsize=8)

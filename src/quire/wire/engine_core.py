@@ -229,3 +229,5 @@ class EngineCoreReadyResponse:
     """Where it publishes KV cache events; None: nowhere."""
     numerics_id: str = ""
     """Digest of what decides the bits of its logits: engines with the same one compute the same; empty: unknown."""
+    experts_generation: int = 0
+    """Number of the group, of engines that share experts, that it was started in."""

@@ -117,6 +117,10 @@ class EngineHandshakeMetadata(msgspec.Struct):
     """Descriptor that the core has inherited, of the file of engines that share experts; -1: they share none."""
     curve: CurveKeys | None = None
     """The core's keys for network addresses; None: there are none."""
+    experts_generation: int = 0
+    """Number of the group of engines that share experts."""
+    is_scale_up_launch: bool = False
+    """True for an engine that is started for a group which does not compute yet."""
 
 
 def check_protocol_version(theirs: int, who: str) -> None:

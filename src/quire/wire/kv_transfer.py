@@ -215,13 +215,12 @@ class _Parts(Generic[Result]):
             del self._ended[next(iter(self._ended))]
         least = min(parts.values(), key=lambda one: (getattr(one, self._counted), -_SEVERITY[one.outcome]))
         num_bytes, seconds = sum(one.num_bytes for one in parts.values()), max(one.seconds for one in parts.values())
-        joined = msgspec.structs.replace(least, num_bytes=num_bytes, seconds=seconds)
-        if isinstance(joined, LoadResult):
-            loads = [one for one in parts.values() if isinstance(one, LoadResult)]
-            joined.num_records = sum(load.num_records for load in loads)
-            joined.num_accepted = sum(load.num_accepted for load in loads)
-            joined.num_rejected = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
-        return joined
+        counts: dict[str, Any] = {}
+        if loads := [one for one in parts.values() if isinstance(one, LoadResult)]:
+            counts["num_records"] = sum(load.num_records for load in loads)
+            counts["num_accepted"] = sum(load.num_accepted for load in loads)
+            counts["num_rejected"] = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
+        return msgspec.structs.replace(least, num_bytes=num_bytes, seconds=seconds, **counts)
 
 
 MAX_ENDED = 4096

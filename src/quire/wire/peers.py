@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from quire.wire.handshake import PROTOCOL_VERSION, ClientAddresses
 
@@ -29,6 +30,7 @@ class SharedCounts:
     def __init__(self, memory: mmap.mmap, num_columns: int, row: int) -> None:
         self._memory = memory
         self._words = memoryview(memory).cast("q")
+        self._table = np.frombuffer(memory, np.int64).reshape(-1, num_columns)
         self._num_columns = num_columns
         self._row = row
 
@@ -68,6 +70,12 @@ class SharedCounts:
         """Returns the numbers of a process in columns `start` to `stop`, without the last."""
         base = row * self._num_columns
         return self._words[base + start : base + stop].tolist()
+
+    def sum_others(self, stop: int) -> list[int]:
+        """Returns the sums of the other processes' numbers in the columns before `stop`."""
+        table = self._table[:, :stop]
+        sums: list[int] = (table.sum(axis=0) - table[self._row]).tolist()
+        return sums
 
     def put(self, start: int, values: Sequence[int]) -> None:
         """Sets this process's numbers in the columns from `start`."""

@@ -33,9 +33,12 @@ LOOK_S = 0.5
 """Longest sleep of a reader: not every processor makes a lock a whole memory barrier, and a byte might not be sent."""
 CHECK_S = 0.05
 """The same where the reader checks whether it is still wanted."""
-_WORD = struct.Struct("<Q")
+_WORD_BYTES = 8
+_LINE_WORDS = LINE_BYTES // _WORD_BYTES
 _CHUNK = struct.Struct("<II")
 """Before each chunk: its bytes, and 1 if it is the last of its message."""
+_HEADS = [struct.Struct(f"<{1 + count}Q") for count in range(16)]
+"""Before the frames: their number, and the size of each; by the number, for the usual ones."""
 
 
 class RingBrokenError(ServerError):
@@ -62,14 +65,15 @@ class _Ring:
 
     def __init__(self, fd: int, num_readers: int, num_slots: int, slot_bytes: int) -> None:
         self._memory = mmap.mmap(fd, _size(num_readers, num_slots, slot_bytes))
+        self._words = memoryview(self._memory).cast("Q")
         self._num_readers, self._num_slots, self._slot_bytes = num_readers, num_slots, slot_bytes
         self._fence = threading.Lock()
 
     def _get(self, line: int, word: int = 0) -> int:
-        return int(_WORD.unpack_from(self._memory, line * LINE_BYTES + word * _WORD.size)[0])
+        return self._words[line * _LINE_WORDS + word]
 
     def _set(self, value: int, line: int, word: int = 0) -> None:
-        _WORD.pack_into(self._memory, line * LINE_BYTES + word * _WORD.size, value)
+        self._words[line * _LINE_WORDS + word] = value
 
     def _slot(self, chunk: int) -> int:
         return (1 + self._num_readers) * LINE_BYTES + chunk % self._num_slots * self._slot_bytes
@@ -80,6 +84,7 @@ class _Ring:
 
     def close(self) -> None:
         """Unmaps the memory."""
+        self._words.release()
         self._memory.close()
 
 
@@ -97,13 +102,22 @@ class RingWriter(_Ring):
         super().__init__(fd, len(wakers), num_slots, slot_bytes)
         self._wakers = wakers
         self._written = 0
+        self._has_room_until = num_slots
+        """Number of chunks before which no reader has to be looked at."""
 
     def send(self, frames: Sequence[Frame], check: Callable[[], None] = lambda: None) -> None:
         """Writes a message. While the ring is full it calls `check`, which raises if a reader is gone."""
-        views = [memoryview(frame).cast("B") for frame in frames]
-        head = _WORD.pack(len(views)) + b"".join(_WORD.pack(len(view)) for view in views)
+        sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
+        head = _pack_head(sizes)
+        left, room = len(head) + sum(sizes), self._slot_bytes - _CHUNK.size
+        if left <= room:  # most messages
+            self._await_room(check)
+            place, data = self._slot(self._written), b"".join((_CHUNK.pack(left, 1), head, *frames))
+            self._memory[place : place + len(data)] = data
+            self._publish()
+            return
+        views = (memoryview(frame).cast("B") for frame in frames)
         pieces = [memoryview(head), *(view for view in views if len(view))]
-        left, room = sum(map(len, pieces)), self._slot_bytes - _CHUNK.size
         while left:
             size = min(left, room)
             left -= size
@@ -118,14 +132,21 @@ class RingWriter(_Ring):
                 place, size = place + len(part), size - len(part)
                 if not len(pieces[0]):
                     pieces.pop(0)
-            self._written += 1
-            self._set(self._written, 0)
-            self._wake()
+            self._publish()
+
+    def _publish(self) -> None:
+        """Makes the chunk visible that was written."""
+        self._written += 1
+        self._set(self._written, 0)
+        self._wake()
 
     def _await_room(self, check: Callable[[], None]) -> None:
-        while any(self._written - self._get(1 + r) >= self._num_slots for r in range(self._num_readers)):
-            check()
-            time.sleep(FULL_LOOK_S)
+        while self._written >= self._has_room_until:
+            least = min(self._get(1 + reader) for reader in range(self._num_readers))
+            self._has_room_until = least + self._num_slots
+            if self._written >= self._has_room_until:
+                check()
+                time.sleep(FULL_LOOK_S)
 
     def _wake(self) -> None:
         self._pass_fence()
@@ -156,6 +177,8 @@ class RingReader(_Ring):
         super().__init__(fd, num_readers, num_slots, slot_bytes)
         self._line, self.waker = 1 + index, waker
         self._read = 0
+        self._poll = select.poll()
+        self._poll.register(waker, select.POLLIN)
 
     def receive(
         self, timeout_s: float | None = None, check: Callable[[], None] | None = None
@@ -185,6 +208,10 @@ class RingReader(_Ring):
             return False
         return True
 
+    def cancel_sleep(self) -> None:
+        """Asks for no byte any more. One that comes all the same is taken after the next sleep."""
+        self._set(0, self._line, 1)
+
     def end_sleep(self) -> bool:
         """Takes the bytes that have come. Returns False if the writer is gone."""
         self._set(0, self._line, 1)
@@ -197,8 +224,9 @@ class RingReader(_Ring):
 
     def _sleep(self, timeout_s: float | None) -> bool:
         if self.begin_sleep():
-            select.select([self.waker], [], [], LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
-            return self.end_sleep()
+            if self._poll.poll(1e3 * (LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))):
+                return self.end_sleep()
+            self.cancel_sleep()
         return True
 
     def take(self) -> list[memoryview]:
@@ -215,13 +243,20 @@ class RingReader(_Ring):
             self._set(self._read, self._line)
             is_last = bool(last)
         data = memoryview(b"".join(parts) if len(parts) > 1 else parts[0])
-        count = _WORD.unpack_from(data)[0]
-        frames, start = [], _WORD.size * (1 + count)
-        for i in range(count):
-            size = _WORD.unpack_from(data, _WORD.size * (1 + i))[0]
+        count = int.from_bytes(data[:_WORD_BYTES], "little")
+        frames, start = [], _WORD_BYTES * (1 + count)
+        for size in _head_of(count).unpack_from(data)[1:]:
             frames.append(data[start : start + size])
             start += size
         return frames
+
+
+def _head_of(count: int) -> struct.Struct:
+    return _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<{1 + count}Q")
+
+
+def _pack_head(sizes: Sequence[int]) -> bytes:
+    return _head_of(len(sizes)).pack(len(sizes), *sizes)
 
 
 class WorkerLinks(NamedTuple):

@@ -3,6 +3,7 @@ together; and the abort words of workers, and of engines that share experts."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import tempfile
@@ -63,30 +64,44 @@ def make_group_file(path: Path) -> None:
 
 EPOCH_BYTES, _NUM_EPOCHS = 1 << 13, 8
 EPOCHS_BYTES = _NUM_EPOCHS * EPOCH_BYTES
-"""Beginning of the file of engines that share experts: the words of their barriers. Each epoch of the group, from the
-time that all engines are there to the first that is not, has words of its own; buffers follow."""
+"""Beginning of a group's part of the file of engines that share experts: the words of their barriers. Each epoch of the
+group, from the time that all engines are there to the first that is not, has words of its own; buffers follow."""
+_NUM_GENERATIONS = 4
+"""Groups that have a part of the file at a time: one that computes, one that is prepared, and such as were given up."""
 
 
 def make_experts_file() -> int:
     """Returns the descriptor of a new file for engines that share experts. Raises OSError."""
-    return make_shared_file(WORKERS_FILE_BYTES)
+    return make_shared_file(_NUM_GENERATIONS * WORKERS_FILE_BYTES)
+
+
+def generation_start(generation: int) -> int:
+    """Returns where the part of a group is: with another number of engines, they are another group."""
+    return generation % _NUM_GENERATIONS * WORKERS_FILE_BYTES
+
+
+def clear_generation(fd: int, generation: int) -> None:
+    """Gives the memory of a group's part back. No engine may be in it any more."""
+    with mmap.mmap(fd, WORKERS_FILE_BYTES, offset=generation_start(generation)) as memory:
+        if hasattr(mmap, "MADV_REMOVE"):  # on Linux; else the memory is kept for a later group
+            memory.madvise(mmap.MADV_REMOVE)
 
 
 def epoch_start(epoch: int) -> int:
-    """Returns where the words of an epoch are, the abort word first."""
+    """Returns where the words of an epoch are in its group's part, the abort word first."""
     return epoch % _NUM_EPOCHS * EPOCH_BYTES
 
 
-def begin_epoch(fd: int, epoch: int) -> None:
+def begin_epoch(fd: int, epoch: int, generation: int = 0) -> None:
     """Clears the words of an epoch. No engine may use them yet."""
-    os.pwrite(fd, bytes(EPOCH_BYTES), epoch_start(epoch))
+    os.pwrite(fd, bytes(EPOCH_BYTES), generation_start(generation) + epoch_start(epoch))
 
 
-def end_epoch(fd: int, epoch: int) -> None:
+def end_epoch(fd: int, epoch: int, generation: int = 0) -> None:
     """Makes every barrier of an epoch fail."""
-    os.pwrite(fd, (1).to_bytes(4, sys.byteorder), epoch_start(epoch))
+    os.pwrite(fd, (1).to_bytes(4, sys.byteorder), generation_start(generation) + epoch_start(epoch))
 
 
-def has_epoch_ended(fd: int, epoch: int) -> bool:
+def has_epoch_ended(fd: int, epoch: int, generation: int = 0) -> bool:
     """Returns whether an epoch has ended."""
-    return os.pread(fd, 4, epoch_start(epoch)) != bytes(4)
+    return os.pread(fd, 4, generation_start(generation) + epoch_start(epoch)) != bytes(4)

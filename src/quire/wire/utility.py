@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from quire.lora_request import LoRARequest
+from quire.wire.elastic import ReconfigureDistributedRequest
 from quire.wire.engine_core import PauseMode
 from quire.wire.lora import AdapterInfo, RegisteredAdapter
 from quire.wire.stats import EngineSnapshot
@@ -76,6 +77,11 @@ UTILITIES: dict[str, UtilitySpec] = {
     ),
     "profile": UtilitySpec("executor.profile", (bool, str | None, int | None, int | None)),
     "execute_dummy_batch": UtilitySpec("executor.execute_dummy_batch"),
+    "reinitialize_distributed": UtilitySpec(
+        "reinitialize_distributed", (ReconfigureDistributedRequest,), str, joining="first"
+    ),
+    "commit_prepared_elastic_ep": UtilitySpec("commit_prepared_elastic_ep"),
+    "discard_prepared_elastic_ep": UtilitySpec("discard_prepared_elastic_ep"),
     "get_dropped_messages": _get("get_dropped_messages", dict[str, int], joining="sum"),
     "admit_clients": UtilitySpec("admit_clients", is_repeatable=True),
     "get_trace": _get("get_trace", TraceWindow, (float,), joining="first"),

@@ -51,6 +51,7 @@ WORKER_VERBS: Mapping[str, Verb] = {
     "release_kv_cache_memory": Verb(),
     "check_weights": Verb((str,)),
     "load_weights": Verb((str | None,)),
+    "undo_weights": Verb(),
     "reload_weights": Verb(),
     "measure_adapter": Verb((LoRARequest,), int, is_late=True),
     "load_adapter": Verb((AdapterLoad,), AdapterInfo, is_late=True),

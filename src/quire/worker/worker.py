@@ -43,6 +43,7 @@ from quire.worker.parallel.plan import Stage
 from quire.worker.parallel.pool import ExpertsPool, PooledRunner
 from quire.worker.parallel.shm import ShmCollectives
 from quire.worker.parallel.stages import StageRunner
+from quire.worker.parallel.standby import StandbyExperts, make_pool
 from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
@@ -94,7 +95,9 @@ class Worker:
         parallel = self.config.parallel_config
         if self._links is not None or parallel.shares_experts:
             collectives = self._join_others() if self.group.size > 1 else None
-            pool = self._make_pool() if parallel.shares_experts else None
+            pool = None
+            if parallel.shares_experts:
+                pool = make_pool(self.config, self.device, self.kernels, self._max_rows)
             experts = parallel.expert_placement_strategy if parallel.enable_expert_parallel else None
             self._sharding = Sharding(collectives, self._stage, experts, pool)
         self.backend = make_attention_backend(self.device, self.dtype, self.cache_dtype, self.kernels)
@@ -127,22 +130,39 @@ class Worker:
         file, rows, threads = self._links.shared_file, self._max_rows, self._num_threads
         return ShmCollectives(file, self.group, self.kernels, rows, num_threads=threads, start=start)
 
-    def _make_pool(self) -> ExpertsPool:
-        """Returns the experts of all engines, as this one sees them. Raises ConfigError where they cannot be shared."""
-        parallel = self.config.parallel_config
-        if self.device.type != "cpu":
-            raise ConfigError("engines that share experts (--enable-expert-parallel) need a CPU so far; --device cpu")
-        if parallel.experts_file < 0:
-            raise ConfigError("--enable-expert-parallel: this engine was started without the others of its group")
-        topology = Topology(dp=parallel.data_parallel_size, expert_parallel=True)
-        group = topology.group(GroupKind.EXPERT, parallel.engine_index)
-        file, rows, threads = parallel.experts_file, self._max_rows, self._num_threads
-        return ExpertsPool(file, group, self.kernels, rows, num_threads=threads)
-
     def join_engines(self, epoch: int) -> None:
         """Computes the steps that follow with all engines that share experts: they are in this epoch of their group."""
         assert self._pool is not None, "the engine shares experts"
         self._pool.join(epoch)
+
+    def prepare_experts(self, num_engines: int, generation: int) -> Future[None]:
+        """Begins to read the experts that this engine will have among another number of engines. They are in memory
+        when the Future is done."""
+        assert self._pool is not None, "the engine shares experts"
+        self.discard_experts()
+        config = self.config.with_engines(num_engines, generation)
+        pool = make_pool(config, self.device, self.kernels, self._max_rows)
+        placement = Placement(self.device, self.dtype, choose_kernels(self.device, self.dtype, 1))
+        self._pool.standby = standby = StandbyExperts(config, pool, placement, self.loaded[0].weights.source)
+        return standby.ready
+
+    def install_experts(self) -> None:
+        """Replaces the experts by those that `prepare_experts` has read. This engine is alone until `join_engines`."""
+        former, runner = self._pool, self.runner
+        assert former is not None
+        assert isinstance(runner, PooledRunner)
+        standby = former.standby
+        assert isinstance(standby, StandbyExperts), "prepare_experts comes first"
+        self.loaded[0] = standby.install(self.loaded[0], self.kernels)
+        self.config, self._sharding, runner.shared_experts = standby.config, standby.sharding, standby.pool
+        former.close()
+        platform.release_free_memory(self.device)
+
+    def discard_experts(self) -> None:
+        """Frees the experts that `prepare_experts` has read, or reads."""
+        if self._pool is not None and self._pool.standby is not None:
+            self._pool.standby.discard()
+            self._pool.standby = None
 
     @property
     def _max_rows(self) -> int:
@@ -159,7 +179,7 @@ class Worker:
     def _num_workers(self) -> int:
         """Number of workers on this machine."""
         parallel = self.config.parallel_config
-        return parallel.world_size * parallel.num_local_engines
+        return parallel.world_size * len(parallel.machine_engines)
 
     @property
     def _topology(self) -> Topology:
@@ -203,7 +223,7 @@ class Worker:
                 "the flag out"
             )
         self.loaded = [loaded]
-        """The target, and the drafter if it is a model."""
+        """The target, the drafter if it is a model, and what that has of the target besides."""
         make: Callable[..., ModelRunner] = ModelRunner
         if self._pool is not None:
             make = partial(PooledRunner, self._pool)
@@ -231,6 +251,8 @@ class Worker:
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
         if self._draft_model is not None:
             self.loaded.append(self._draft_model.loaded)
+            if self._draft_model.ends is not None:
+                self.loaded.append(self._draft_model.ends)
         stamp("weights")
 
     def _make_adapters(self, model: nn.Module, placement: Placement) -> AdapterTable:
@@ -285,7 +307,7 @@ class Worker:
             mapped_bytes += sum(self._collectives.row_bytes.values()) * self._collectives.max_rows
         if self._pool is not None:
             mapped_bytes += self._pool.num_bytes
-        free = max(0, host.available_cpu_memory() - mapped_bytes) // self.config.parallel_config.num_local_engines
+        free = max(0, host.available_cpu_memory() - mapped_bytes) // len(self.config.parallel_config.machine_engines)
         return self._share_of(host.cpu_kv_cache_bytes(free, useful))
 
     @property
@@ -436,9 +458,16 @@ class Worker:
 
     def load_weights(self, path: str | None = None) -> None:
         """Replaces the weights in place by those of `path`; None: reads them again. Raises ModelLoadError."""
-        self.loaded[0].weights.replace(None if path is None else Path(path))
+        for model in (self.loaded[0], *self.loaded[2:]):
+            model.weights.replace(None if path is None else Path(path))
         if self._transfers is not None and path is not None:
             self._transfers.set_weights(path)
+
+    def undo_weights(self) -> None:
+        """Takes back the last `load_weights`, which has failed in some worker: the weights of before are read by the
+        next one without a path, or by `wake_up`."""
+        if self.loaded[0].weights.undo() and self._transfers is not None:
+            self._transfers.undo_weights()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -479,7 +508,7 @@ class Worker:
 
     def reload_weights(self) -> None:
         """Reads the weights again from their checkpoint."""
-        self.loaded[0].weights.replace()
+        self.load_weights()
 
     def shutdown(self) -> None:
         """Releases model and cache."""

@@ -29,6 +29,7 @@ SHORT = {
     "-r": "node_rank",
 }
 EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+PORTS: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "--data-parallel-size-local 3 is more than"),
     ({"data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, "exclude one another"),
@@ -36,6 +37,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_rank": 0}, "needs several engines"),
     ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "needs --data-parallel-rank"),
     ({"data_parallel_size": 4, "data_parallel_rank": 0, "data_parallel_size_local": 2}, "has one engine"),
+    (PORTS | {"data_parallel_rank": 0}, "give --data-parallel-start-rank"),
+    (PORTS | {"data_parallel_size_local": 0}, "and there are none"),
+    (PORTS | {"headless": True}, "and there are none"),
+    (PORTS | {"enable_expert_parallel": True}, "here each has its own; leave one out"),
+    (PORTS | {"dp_coordinator": "always"}, "here each has its own; leave one out"),
+    (PORTS | {"data_parallel_size": 1}, "needs several engines"),
     ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "headless": True}, "leave one out"),
     ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "needs --data-parallel-size-local"),
     ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "needs --data-parallel-size-local"),
@@ -105,6 +112,10 @@ def test_modes_and_numbers_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rank.is_external, rank.num_local_engines, rank.first_engine) == (True, 1, 2)
     node = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_start_rank=2)
     assert (node.is_hybrid, node.num_local_engines, node.first_engine) == (True, 2, 2)
+    ports = ParallelConfig(**PORTS)
+    assert (ports.is_external, ports.is_hybrid, ports.num_local_engines, ports.first_engine) == (True, False, 2, 0)
+    port = ParallelConfig(**PORTS, port_index=1)
+    assert (port.num_local_engines, port.first_engine, port.machine_engines) == (1, 1, range(2))
     whole = ParallelConfig(data_parallel_size=4, data_parallel_size_local=4, data_parallel_hybrid_lb=True)
     assert (whole.is_hybrid, whole.is_external) == (False, False), "all engines are here: an ordinary server"
     single = ParallelConfig(data_parallel_size=4, data_parallel_size_local=1, data_parallel_hybrid_lb=True)

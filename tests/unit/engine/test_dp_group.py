@@ -183,6 +183,38 @@ def test_a_rank_with_other_weights_is_refused(tmp_path: Path) -> None:
         other.join(5)
 
 
+def test_ranks_go_on_only_with_the_same_weights(tmp_path: Path) -> None:
+    group = Group(tmp_path, 2, make_experts_file())
+    first, second = group.ranks
+    assert group.agree(WORK, WORK) == [Agreement(Verdict.GO, 0)] * 2
+    first.rejoin()
+    first.weights = 7
+    assert second.is_lost
+    second.rejoin()
+    assert group.agree(WORK, WORK) == [None, None]
+    second.weights = 7
+    assert group.agree(WORK, WORK) == [Agreement(Verdict.GO, 0)] * 2
+    group.kill(1)
+    group.ranks[1] = group.start(1, 2)
+    first.rejoin()
+    assert group.agree(WORK, WORK) == [None, None], "it has been started with other weights"
+
+
+def test_a_group_that_takes_the_place_of_another_goes_on_from_its_wave(tmp_path: Path) -> None:
+    fd, path = make_experts_file(), tmp_path / "group.1"
+    make_group_file(path)
+    groups = [DPGroup(path, rank, 2, experts_file=fd, generation=5) for rank in (0, 1)]
+    assert [groups[1].join(wave=0), groups[0].join(wave=4)] == [0, 4]
+    groups[1].enter(WORK)
+    agreements = [groups[1].poll() for _ in range(3)]
+    assert agreements[-1] == Agreement(Verdict.GO, 4)
+    assert not has_epoch_ended(fd, 1, 5)
+    groups[0].leave()
+    assert groups[1].is_lost
+    assert not has_epoch_ended(fd, 1, 0), "other groups are not affected"
+    assert groups[0].poll() is None
+
+
 def test_ranks_that_cannot_be(tmp_path: Path) -> None:
     make_group_file(tmp_path / "group")
     for rank, size in ((0, 1), (2, 2), (-1, 2), (0, 65)):

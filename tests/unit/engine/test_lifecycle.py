@@ -450,7 +450,7 @@ def test_an_update_that_fails_half_way_reads_the_old_weights_again(error: BaseEx
     engine.executor.rpc_failures = [("load_weights", error)]
     with pytest.raises(type(error)):
         engine.core.lifecycle.update_weights("/new")
-    assert sent_to_workers(engine)[1:] == [("load_weights", "/new"), "load_weights"]
+    assert sent_to_workers(engine)[1:] == [("load_weights", "/new"), "undo_weights", "load_weights"]
     assert not engine.core.lifecycle.is_sleeping()
     engine.add("a", max_tokens=1)
     engine.run()
@@ -481,7 +481,8 @@ def test_weights_that_were_given_back_are_loaded_by_an_update() -> None:
     assert lifecycle.is_sleeping()
     assert lifecycle.wake_up() is True
     loads = [call for call in sent_to_workers(engine) if call[0] != "check_weights"]
-    assert loads == [("sleep", 2), ("load_weights", "/gone"), ("load_weights", "/new"), ("wake_up", ["kv_cache"])]
+    failed = [("load_weights", "/gone"), "undo_weights"]
+    assert loads == [("sleep", 2), *failed, ("load_weights", "/new"), ("wake_up", ["kv_cache"])]
 
 
 # -- adapters --------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from quire.worker.kernels.native import NativeKernels
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
 from quire.worker.kv_transfer.store_worker import StoreWorker
 from quire.worker.kv_transfer.transfers import NO_PLACE
+from tests.checkpoints import MakeCheckpoint
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 CPU = torch.device("cpu")
@@ -217,6 +218,25 @@ def test_a_stage_without_layers_of_a_group_has_empty_records(make_engine: Callab
     assert engine.load(keys, [[21, 22], [0, 32]]).num_verified == 2
     liars = [keys[0], replace_tokens(keys[1])]
     assert engine.load(liars, [[21, 22], [0, 32]]).num_verified == 1
+
+
+def test_an_update_that_is_taken_back_leaves_the_namespace(
+    make_engine: Callable[..., Engine], tiny_checkpoint: MakeCheckpoint
+) -> None:
+    """After a failure in another worker nothing is stored under the name of the new weights."""
+    engine = make_engine()
+    engine.worker.set_weights(str(tiny_checkpoint("llama")))
+    update = engine.wait().info
+    engine.worker.undo_weights()
+    again = engine.wait().info
+    assert update is not None
+    assert again is not None
+    assert update["fingerprint"] != engine.fingerprint
+    assert (update["generation"], again["generation"]) == (1, 0)
+    assert again["fingerprint"] == engine.fingerprint
+    keys = make_keys(2)
+    engine.save(keys, [1, 2])
+    assert engine.load(keys, [[21, 22]]).num_verified == 2
 
 
 def test_groups_are_stored_apart_and_a_window_takes_what_it_reads(make_engine: Callable[..., Engine]) -> None:

@@ -77,6 +77,11 @@ class MultiprocExecutor(Executor):
                     fds["--late"] = [self._late.theirs.fileno()]
                     self._workers.append(WorkerProcess(rank, data, fds, cpus))
             self._calls = RingWriter(calls, [worker.waker for worker in self._workers])
+            self._poll = select.poll()
+            """Waits for answers and for ends of workers."""
+            for fd in (fd for worker in self._workers for fd in (worker.waker.fileno(), worker.pidfd)):
+                if fd is not None:
+                    self._poll.register(fd, select.POLLIN)
             self._monitor.start()
             self._call_all("init_device")
         except BaseException:
@@ -143,16 +148,15 @@ class MultiprocExecutor(Executor):
 
     def _sleep(self, deadline: float | None = None) -> None:
         """Returns once an answer may have come. Raises ServerError if a worker has ended."""
-        sleeping = [worker for worker in self._workers if worker.answers.begin_sleep()]
-        try:
-            if len(sleeping) == len(self._workers):
-                self._check_alive()
-                left = 1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))
-                fds = [worker.waker.fileno() for worker in sleeping]
-                select.select([*fds, *(w.pidfd for w in sleeping if w.pidfd is not None)], [], [], left)
-        finally:
-            for worker in sleeping:
-                worker.answers.end_sleep()
+        sleeping = {worker.waker.fileno(): worker for worker in self._workers if worker.answers.begin_sleep()}
+        ready = set[int]()
+        if len(sleeping) == len(self._workers):
+            left = 1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))
+            ready = {fd for fd, _ in self._poll.poll(1e3 * left)}
+        for fd, worker in sleeping.items():
+            worker.answers.end_sleep() if fd in ready else worker.answers.cancel_sleep()
+        if not ready <= sleeping.keys() or self._workers[0].pidfd is None:
+            self._check_alive()
 
     def _find_cause(self, reply: WorkerReply, rank: int) -> tuple[WorkerReply, int]:
         """Returns what has ended all steps: behind an echo, the error of the worker that has failed. Remembers it, for

@@ -142,11 +142,11 @@ def bind_cpus(config: ParallelConfig, root: Path = Path("/")) -> list[list[int]]
     The processors are divided among the workers of all engines on this machine. An engine that was added later shares
     those of another.
     """
-    size, engines, text = config.world_size, config.num_local_engines, config.cpu_bind
+    size, engines, text = config.world_size, config.machine_engines, config.cpu_bind
     if text == "none" or not hasattr(os, "sched_getaffinity"):
         return [[] for _ in range(size)]
-    first = (config.engine_index - config.first_engine) % engines * size
-    count = engines * size
+    first = (config.engine_index - engines.start) % len(engines) * size
+    count = len(engines) * size
     here = os.sched_getaffinity(0)
     if text != "auto":
         lists = [_read_cpus(part) for part in text.split("|")]

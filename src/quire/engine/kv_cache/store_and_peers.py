@@ -31,18 +31,16 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, kv_cache_config)
-        of_store, of_peers = (
-            dataclasses.replace(config, kv_transfer_config=part) for part in config.kv_transfer_config.parts
-        )
+        of_store, of_peers = _configs(config)
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
-        of_store, of_peers = config.kv_transfer_config.parts
-        StoreScheduler.check_config(dataclasses.replace(config, kv_transfer_config=of_store))
-        PeerScheduler.check_config(dataclasses.replace(config, kv_transfer_config=of_peers))
+        of_store, of_peers = _configs(config)
+        StoreScheduler.check_config(of_store)
+        PeerScheduler.check_config(of_peers)
 
     def may_transfer(self, request: Request) -> bool:
         return any(part.may_transfer(request) for part in self._parts.values())
@@ -76,7 +74,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     # -- saves and leases --------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        return self._store.wants_saves(request)
+        return self._store.may_transfer(request) and self._store.wants_saves(request)
 
     def seconds_to_save(self) -> float:
         return self._store.seconds_to_save()
@@ -88,7 +86,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._store.on_save_finished(order, result)
 
     def name_lease(self, request: Request) -> str | None:
-        return self._peers.name_lease(request)
+        return self._peers.name_lease(request) if self._peers.may_transfer(request) else None
 
     def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
         return self._peers.make_transfer_params(request, lease, num_tokens)
@@ -135,6 +133,12 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def shutdown(self) -> None:
         for part in self._parts.values():
             part.shutdown()
+
+
+def _configs(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """Returns the configurations of the store and of the peers."""
+    store, peers = (dataclasses.replace(config, kv_transfer_config=part) for part in config.kv_transfer_config.parts)
+    return store, peers
 
 
 def _part_of(order: LoadOrder) -> str:

@@ -186,7 +186,12 @@ class StoreScheduler(KVConnectorScheduler):
             return
         by_rank = [self._identities[rank] for rank in range(self._num_workers)]
         self._payload_bytes = [sum(sizes) for sizes in zip(*(one["payload_bytes"] for one in by_rank), strict=True)]
-        index = PartsIndex(self._directory, [one["fingerprint"] for one in by_rank])
+        fingerprints = [one["fingerprint"] for one in by_rank]
+        if self._index is not None and fingerprints == [part.fingerprint for part in self._index.parts]:
+            return  # an update was taken back
+        if self._scanner is not None:
+            self._scanner.stop()
+        index = PartsIndex(self._directory, fingerprints)
         if not self._had_namespace:  # once, at the start: the first request is to find what there is
             try:
                 index.scan()

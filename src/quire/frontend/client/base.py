@@ -166,14 +166,13 @@ def _make_client(
         multiprocess = addresses is not None or envs.ENABLE_MULTIPROCESSING.flag()
     if config.parallel_config.headless:
         raise ConfigError("--headless runs engines of a server on another machine: quire serve --headless")
-    num_engines = config.parallel_config.num_engines
-    if (num_engines > 1 or config.parallel_config.num_remote_engines) and not multiprocess:
+    parallel, num_engines = config.parallel_config, config.parallel_config.num_engines
+    if (num_engines > 1 or parallel.num_remote_engines or parallel.has_waves) and not multiprocess:
         raise ConfigError(
             f"--data-parallel-size {num_engines}: several engines need processes of their own; unset "
             f"{envs.ENABLE_MULTIPROCESSING.name}"
         )
-    parallel = config.parallel_config
-    if parallel.data_parallel_size > 1 and for_asyncio:
+    if (parallel.data_parallel_size > 1 or parallel.shares_experts) and for_asyncio:
         make = resolve(BALANCING_CLIENTS[addresses is not None or parallel.is_external])
     else:
         make = resolve(CLIENTS[for_asyncio, multiprocess])

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from quire.errors import ClientError, NotFoundError, ServerError, ValidationError
+from quire.errors import ClientError, ConfigError, NotFoundError, QuireError, ServerError, ValidationError
+from quire.frontend.client.launcher import EngineLauncher, SharedExperts, SharingGroup
 from quire.frontend.client.link import EngineLink, LinkState
 from quire.frontend.client.mp import AsyncMPClient
 from quire.frontend.supervision.nodes import RemoteEngine
 from quire.logger import init_logger
+from quire.wire.elastic import ReconfigureDistributedRequest, ReconfigureRankType
 
 logger = init_logger(__name__)
 
@@ -83,6 +88,12 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._operation = asyncio.Lock()
         super().__init__(*args, **fields)
 
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if method != "update_weights" or not self.shares_experts:
+            return await super().call_utility_async(method, *args)
+        async with self._one_operation():
+            return await super().call_utility_async(method, *args)
+
     async def drain_engine(self, engine: int, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
         """Sends an engine no requests until `resume_engine`, and waits until it has none. Raises ClientError for the
         last engine that takes any, TimeoutError if requests are left."""
@@ -103,16 +114,22 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     async def restart_engine(self, engine: int, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
         """Ends the core of an engine in good order and starts another in its place; requests go on elsewhere meanwhile.
 
-        With one engine they wait. Raises ServerError if no core comes up: the requests of others go on. Raises
-        ClientError if engines share experts.
+        With one engine they wait. Raises ServerError if no core comes up: the requests of others go on. Engines that
+        share experts are restarted all at once, and all requests wait.
         """
-        self._check_independent("restarted")
+        if self.shares_experts:
+            self._check_engine(engine)
+            await self._restart_together(mode, timeout_s)
+            return
         async with self._one_operation():
             await self._restart(engine, mode, timeout_s)
 
     async def restart_engines(self, mode: DrainMode = "move", timeout_s: float = 120.0) -> None:
-        """Restarts all engines, one after the other. Raises as `restart_engine`: a failed start ends the roll."""
-        self._check_independent("restarted")
+        """Restarts all engines, one after the other; all at once if they share experts. Raises as `restart_engine`: a
+        failed start ends the roll."""
+        if self.shares_experts:
+            await self._restart_together(mode, timeout_s)
+            return
         async with self._one_operation():
             for engine in sorted(self._link_thread.links.links):
                 supervisor = self.resources.supervisor_of(engine)
@@ -151,19 +168,24 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
     async def scale(self, num_engines: int, timeout_s: float = 120.0) -> None:
         """Changes the number of engines: new ones get requests once they are ready; the requests of those that are
         removed, the last ones, move first. If one cannot start, the number stays what it is then, and the error is
-        raised."""
+        raised.
+
+        Engines that share experts are prepared beside the steps and go over to the new number between two of them.
+        Until then a failure changes nothing; an engine that dies later is started again in the new group."""
         if not 1 <= num_engines <= MAX_ENGINES:
             raise ValidationError(
                 f"a server of one machine has 1 to {MAX_ENGINES} engines, not {num_engines}",
                 param="new_data_parallel_size",
                 value=num_engines,
             )
-        self._check_independent("added or removed")
         if self.resources.launcher is None or not self.resources.launcher.may_scale:
             raise ClientError(
                 "this server has a part of the engines (--data-parallel-hybrid-lb), or some are on other machines: "
                 "their number is fixed; start another server or machine, or end one"
             )
+        if self.shares_experts:
+            await self._whole(self._scale_together(num_engines, timeout_s))
+            return
         async with self._one_operation():
             self.is_scaling = True
             try:
@@ -178,7 +200,11 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         """Removes an engine for good; its requests move first. Raises ClientError for the last one, and if engines
         share experts."""
         self._check_engine(engine)
-        self._check_independent("removed")
+        if self.shares_experts:
+            raise ClientError(
+                "engines that share experts (--enable-expert-parallel) are removed from the last one on: change their "
+                "number (quire fleet scale)"
+            )
         if len(self._link_thread.links.links) == 1:
             raise ClientError(f"engine {engine} is the last one: end the server instead")
         if engine not in self.resources.supervisors:
@@ -187,25 +213,42 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             await self._remove_engine(engine)
 
     async def _add_engine(self, engine: int, timeout_s: float) -> None:
-        launcher, links = self.resources.launcher, self._link_thread.links
-        assert launcher is not None  # `scale` has asked
-        supervisor = launcher.make_supervisor(engine, self._link_thread)
+        await self._launch_engine(engine)
+        try:
+            await self._wait_launched(engine, timeout_s)
+        except BaseException:
+            await asyncio.shield(self._remove_engine(engine))
+            raise
+        self._pin(engine)
+
+    async def _launch_engine(self, engine: int, group: SharingGroup | None = None) -> None:
+        """Begins to start an engine. One of a `group` that does not compute yet gets no requests."""
+        launcher, links = self._launcher, self._link_thread.links
+        supervisor = launcher.make_supervisor(engine, self._link_thread, group)
         link = EngineLink()
-        await self._ask(lambda: links.add_engine(engine, link))
+
+        def add() -> None:
+            links.add_engine(engine, link)
+            if group is not None:
+                links.drain(engine, moves=False)
+
+        await self._ask(add)
         self.resources.supervisors[engine] = supervisor
         supervisor.start()
+
+    async def _wait_launched(self, engine: int, timeout_s: float) -> None:
+        link = self._link_thread.links.links[engine]
 
         def is_ready() -> bool:
             if link.state is LinkState.GONE:
                 raise ServerError(f"engine {engine} could not be started: {link.gone_reason}")
             return link.state is LinkState.UP
 
-        try:
-            await self._wait(is_ready, timeout_s, f"engine {engine} is not ready")
-        except BaseException:
-            await asyncio.shield(self._remove_engine(engine))
-            raise
-        launcher.pin(supervisor, self.ready_response.max_model_len, self.engine_responses[engine])
+        await self._wait(is_ready, timeout_s, f"engine {engine} is not ready")
+
+    def _pin(self, engine: int) -> None:
+        supervisor = self.resources.supervisors[engine]
+        self._launcher.pin(supervisor, self.ready_response.max_model_len, self.engine_responses[engine])
 
     async def _remove_engine(self, engine: int, timeout_s: float = 120.0) -> None:
         links, supervisor = self._link_thread.links, self.resources.supervisors[engine]
@@ -219,20 +262,186 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self.resources.former_restarts.update(supervisor.restarts)
         del self.resources.supervisors[engine]
 
+    # -- engines that share experts -----------------------------------------------------------------------------------
+
+    @property
+    def _launcher(self) -> EngineLauncher:
+        assert self.resources.launcher is not None  # this client starts the engines
+        return self.resources.launcher
+
+    @property
+    def _sharing(self) -> SharedExperts:
+        assert self._launcher.sharing is not None  # the engines share experts
+        return self._launcher.sharing
+
+    async def _whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """Carries `work` out to its end, also if the caller does not wait for it any more."""
+        await asyncio.shield(asyncio.create_task(work))
+
+    async def _scale_together(self, num_engines: int, timeout_s: float) -> None:
+        launcher, sharing, links = self._launcher, self._sharing, self._link_thread.links
+        if num_engines > launcher.most_engines:
+            raise ValidationError(
+                f"at most {launcher.most_engines} engines share experts (--elastic-ep-max-dp-size), not {num_engines}",
+                param="new_data_parallel_size",
+                value=num_engines,
+            )
+        async with self._one_operation():
+            if num_engines == len(links.links):
+                return
+            self.is_scaling = True
+            former, group = sharing.group, sharing.begin(num_engines)
+            before = {engine: self._incarnation_of(engine) for engine in links.links}
+            try:
+                try:
+                    await self._prepare(group, before, timeout_s)
+                    orders = await self._commit(group, before)
+                except BaseException:
+                    await self._discard(group, before)
+                    raise
+                await self._finish(group, before, orders)
+                sharing.retire(former)
+            finally:
+                self.is_scaling = False
+
+    async def _prepare(self, group: SharingGroup, before: Mapping[int, int], timeout_s: float) -> None:
+        """Starts the engines that are added, and has the others read their next experts, beside their steps; moves the
+        requests of those that are removed."""
+        links = self._link_thread.links
+        for engine, link in links.links.items():
+            if link.state is not LinkState.UP:
+                raise ClientError(f"engine {engine} is {link.state.value}: try again when it is up")
+        if await self.call_utility_async("is_scheduler_paused"):
+            raise ClientError("the engines are paused or asleep: resume them before their number is changed")
+        added = [engine for engine in range(group.num_engines) if engine not in before]
+        self._sharing.standby = frozenset(added)
+        for engine in added:
+            await self._launch_engine(engine, group)
+        answers = [
+            await self._call(engine, "reinitialize_distributed", make_request(group, engine)) for engine in before
+        ]
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*answers)
+        except ConfigError as e:  # more engines than experts
+            raise ValidationError(str(e), param="new_data_parallel_size", value=group.num_engines) from e
+        except TimeoutError:
+            raise TimeoutError(
+                f"the experts of {group.num_engines} engines are not there after {timeout_s:g} s"
+            ) from None
+        for engine in added:
+            await self._wait_launched(engine, timeout_s)
+        removed = [engine for engine in before if engine >= group.num_engines]
+        for engine in removed:
+            await self._ask(partial(links.drain, engine, moves=True))
+        for engine in removed:
+            await self._wait(partial(_is_empty, links.links[engine]), timeout_s, f"engine {engine} has requests")
+
+    async def _commit(self, group: SharingGroup, before: Mapping[int, int]) -> dict[int, asyncio.Future[Any]]:
+        """Orders the engines to go over to `group`; from now on it is that of every core that is started. Returns their
+        answers. Raises ServerError, with nothing changed, if one has died since it was asked to prepare."""
+        thread, supervisors, launcher = self._link_thread, self.resources.supervisors, self._launcher
+        orders: dict[int, Future[Any]] = {engine: Future() for engine in before}
+
+        def commit() -> str:
+            for engine, link in thread.links.links.items():
+                has_died = engine in before and self._incarnation_of(engine) != before[engine]
+                if has_died or link.state is not LinkState.UP:
+                    return f"engine {engine} has died while all prepared for {group.num_engines} engines; try again"
+            launcher.adopt_group(group, supervisors)
+            for engine, order in orders.items():
+                if engine >= group.num_engines:
+                    supervisors[engine].expect_leave()
+                thread.call("commit_prepared_elastic_ep", (), order, engine)
+            return ""
+
+        if why := await asyncio.wrap_future(self.ask_link(commit)):
+            raise ServerError(why)
+        return {engine: asyncio.wrap_future(order) for engine, order in orders.items()}
+
+    async def _finish(
+        self, group: SharingGroup, before: Mapping[int, int], orders: Mapping[int, asyncio.Future[Any]]
+    ) -> None:
+        """Waits until all engines are in their new group. There is no way back, and no limit of time: an engine that
+        has not gone over is started again in the group; if that fails, the server ends."""
+        links, strays = self._link_thread.links, list[int]()
+        for engine, order in orders.items():
+            try:
+                await order
+            except QuireError as e:
+                strays.append(engine)
+                logger.warning("engine %d has not gone over to %d engines: %s", engine, group.num_engines, e)
+        for engine in strays:
+            if engine < group.num_engines:
+                await self._wait_in_group(engine, group)
+        for engine in before:
+            if engine >= group.num_engines:
+                await self._remove_engine(engine)
+        for engine in links.links:
+            if engine not in before:
+                self._pin(engine)
+                await self._ask(partial(links.undrain, engine))
+        logger.info("%d engines share the experts", group.num_engines)
+
+    async def _wait_in_group(self, engine: int, group: SharingGroup, timeout_s: float = math.inf) -> None:
+        """Waits until a core of an engine has been started in `group`. One that was started before is ended."""
+        link, supervisor = self._link_thread.links.links[engine], self.resources.supervisors[engine]
+        ended = set[int]()
+
+        def is_there() -> bool:
+            ready = link.ready_response
+            if link.state is LinkState.GONE:
+                raise ServerError(f"engine {engine} could not be started again: {link.gone_reason}")
+            if link.state is not LinkState.UP or ready is None:
+                return False
+            if ready.experts_generation != group.generation and ready.incarnation not in ended:
+                ended.add(ready.incarnation)
+                supervisor.ask_restart()
+            return ready.experts_generation == group.generation
+
+        await self._wait(is_there, timeout_s, f"engine {engine} is not ready")
+
+    async def _discard(self, group: SharingGroup, before: Mapping[int, int]) -> None:
+        """Gives up a group that does not compute yet."""
+        links = self._link_thread.links
+        answers = [await self._call(engine, "discard_prepared_elastic_ep") for engine in before]
+        await asyncio.gather(*answers, return_exceptions=True)
+        for engine in links.links.keys() - before.keys():
+            await self._remove_engine(engine)
+        for engine in before:
+            await self._ask(partial(links.undrain, engine))
+        self._sharing.standby = frozenset()
+        self._sharing.retire(group)
+
+    async def _restart_together(self, mode: DrainMode, timeout_s: float) -> None:
+        if mode == "wait":
+            raise ClientError(
+                "mode wait: engines that share experts (--enable-expert-parallel) restart together, and their requests "
+                "go on then; use mode move"
+            )
+        await self._whole(self._restart_group(timeout_s))
+
+    async def _restart_group(self, timeout_s: float) -> None:
+        launcher, sharing, links = self._launcher, self._sharing, self._link_thread.links
+        async with self._one_operation():
+            former, group = sharing.group, sharing.begin(len(links.links))
+            await self._ask(lambda: launcher.adopt_group(group, self.resources.supervisors))
+            await asyncio.gather(*(self._wait_in_group(engine, group, timeout_s) for engine in links.links))
+            sharing.retire(former)
+        logger.info("the engines were restarted")
+
+    async def _call(self, engine: int, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Calls a control verb of one engine. Returns its answer."""
+        thread, answer = self._link_thread, Future[Any]()
+        await self._ask(lambda: thread.call(method, args, answer, engine))
+        return asyncio.wrap_future(answer)
+
     # -- on the way ---------------------------------------------------------------------------------------------------
 
     def _check_engine(self, engine: int) -> None:
         known = self._link_thread.links.links
         if engine not in known:
             raise NotFoundError(f"there is no engine {engine}; there are {', '.join(map(str, known))}")
-
-    def _check_independent(self, what: str) -> None:
-        launcher = self.resources.launcher
-        if launcher is not None and launcher.shares_experts:
-            raise ClientError(
-                f"engines that share experts (--enable-expert-parallel) cannot be {what} one by one, because none "
-                "steps without the others; restart the server"
-            )
 
     @contextlib.asynccontextmanager
     async def _one_operation(self) -> AsyncIterator[None]:
@@ -250,3 +459,16 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             if asyncio.get_running_loop().time() > deadline:
                 raise TimeoutError(f"{what} after {timeout_s:g} s")
             await asyncio.sleep(LOOK_S)
+
+
+def _is_empty(link: EngineLink) -> bool:
+    return not link.num_live_requests
+
+
+def make_request(group: SharingGroup, engine: int) -> ReconfigureDistributedRequest:
+    """Returns the request that an engine prepares for `group`."""
+    stays = engine < group.num_engines
+    rank = ReconfigureRankType.KEEP_CURRENT_RANK if stays else ReconfigureRankType.SHUTDOWN_CURRENT_RANK
+    return ReconfigureDistributedRequest(
+        group.num_engines, rank, rank, generation=group.generation, group_file=str(group.page)
+    )

@@ -177,7 +177,7 @@ class EngineSet:
             member.link.add_request(request)
             self._settle(member)
             return
-        if self.engine_of(request.request_id) is not None:
+        if self.router.has_request(request.request_id) and self.engine_of(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id} is in use; ids of live requests are unique")
         member = self._members[self.router.place(request, self._candidates())]
         member.link.add_request(request)
@@ -193,10 +193,15 @@ class EngineSet:
                     self.router.remove(request_id)
                 self._settle(member)
 
-    def call_utility(self, method: str, args: tuple[Any, ...]) -> int:
+    def call_utility(self, method: str, args: tuple[Any, ...], engine: int | None = None) -> int:
         """Calls a control verb of all engines; one that changes nothing, of those that are up. Returns the id that the
-        joint answer will have."""
+        joint answer will have. `engine`: calls only that one."""
         call = self._calls.begin(method, args)
+        if engine is not None:
+            member = self._members[engine]
+            self._calls.note_sent(call, engine, member.link.call_utility(method, args))
+            self._settle(member)
+            return call.call_id
         members = [member for member in self._members.values() if not member.is_away] or list(self._members.values())
         spec = UTILITIES.get(method)
         if not call.is_remembered and spec is not None and spec.is_repeatable:
@@ -405,8 +410,9 @@ class EngineSet:
         members = [
             m for m in self._members.values() if m is not apart_from and (like is None or self._is_like(m, like))
         ]
+        if fit := [m.index for m in members if m.link.is_open and not m.is_draining]:
+            return fit
         ranks: list[Callable[[_Member], bool]] = [
-            lambda m: m.link.is_open and not m.is_draining,
             lambda m: m.link.state is LinkState.UP and not m.is_draining,
             lambda m: not _is_gone(m) and not m.is_draining and not m.is_away,
             lambda m: not _is_gone(m),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -31,13 +32,52 @@ from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreReadyResponse
 from quire.wire.handshake import ClientAddresses, CoordinatorAddresses, EngineZmqAddresses
 from quire.wire.nodes import derive_keys, network_addresses, read_fleet_key
-from quire.wire.shared_memory import make_experts_file, make_group_file
+from quire.wire.shared_memory import clear_generation, make_experts_file, make_group_file
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
 
 logger = init_logger(__name__)
 
 
 GROUP_FILE = "group"
+
+
+class SharingGroup(NamedTuple):
+    """Engines that share experts: with another number of engines, or after a restart of all, they are another group."""
+
+    num_engines: int
+    generation: int
+    page: Path
+
+
+class SharedExperts:
+    """The file of engines that share experts, and their group."""
+
+    def __init__(self, directory: Path, num_engines: int) -> None:
+        """Raises OSError."""
+        self.file = make_experts_file()
+        self.group = SharingGroup(num_engines, 0, directory / GROUP_FILE)
+        self._last = 0
+        self.standby: frozenset[int] = frozenset()
+        """Engines that are started for a group which does not compute yet: without them the others go on."""
+
+    def begin(self, num_engines: int) -> SharingGroup:
+        """Returns a group that may take the place of the present one."""
+        self._last += 1
+        page = self.group.page.with_name(f"{GROUP_FILE}.{self._last}")
+        make_group_file(page)
+        return SharingGroup(num_engines, self._last, page)
+
+    def retire(self, group: SharingGroup) -> None:
+        """Gives back the memory of a group whose engines have left it."""
+        clear_generation(self.file, group.generation)
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
 ACTOR_MANAGER = "quire.on_ray.manager:CoreEngineActorManager"
 
 
@@ -97,8 +137,8 @@ class EngineLauncher:
         )
         self.coordinator: CoordinatorSupervisor | None = None
         """Set by `start_coordinator`, for engines that step together."""
-        self._experts_file = -1
-        """File of engines that share experts: every core inherits it."""
+        self.sharing: SharedExperts | None = None
+        """Set by `start_coordinator`, for engines that share experts."""
         self._fleet_key = b""
         self._nodes: zmq.Socket[Any] | None = None
         if parallel.num_remote_engines:
@@ -128,7 +168,7 @@ class EngineLauncher:
         self._addresses.frontend_stats_publish_address = bound.front
         make_group_file(self._directory.path / GROUP_FILE)
         if self._config.parallel_config.shares_experts:
-            self._experts_file = make_experts_file()
+            self.sharing = SharedExperts(self._directory.path, self._config.parallel_config.data_parallel_size)
         return CoordinatorLink(self._context, bound.front, self._the_cores)
 
     def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
@@ -203,9 +243,15 @@ class EngineLauncher:
         )
         return made
 
-    def make_supervisor(self, engine: int, thread: LinkThread) -> CoreSupervisor:
-        """Returns the supervisor of an engine, not started. It reports to `thread`."""
-        config = self._pinned
+    def make_supervisor(self, engine: int, thread: LinkThread, group: SharingGroup | None = None) -> CoreSupervisor:
+        """Returns the supervisor of an engine, not started. It reports to `thread`. `group` is one that does not
+        compute yet; None: the present one, if there is one."""
+        config, sharing = self._pinned, self.sharing
+        if group is not None:
+            config = config.with_engines(group.num_engines, group.generation)
+        present = None if self.coordinator is None else self._directory.path / GROUP_FILE
+        if sharing is not None:
+            present = (group or sharing.group).page
         first = self._incarnations.get(engine, 0)  # the sockets of a removed engine may close later than it ends
         launch = CoreLaunch(
             self._addresses,
@@ -216,10 +262,11 @@ class EngineLauncher:
             engine_index=engine,
             is_one_of_several=config.parallel_config.num_engines > 1,
             preload=config.parallel_config.core_names(config.model_config.implementation.name),
-            group_file=None if self.coordinator is None else str(self._directory.path / GROUP_FILE),
-            experts_file=self._experts_file,
+            group_file=None if present is None else str(present),
+            experts_file=-1 if sharing is None else sharing.file,
+            experts_generation=0 if sharing is None else (group or sharing.group).generation,
+            is_scale_up_launch=group is not None,
         )
-        lost = None if config.parallel_config.shares_experts else engine  # no engine can go on without its experts
 
         def is_needed() -> bool:
             link = thread.links.links.get(engine)
@@ -231,22 +278,41 @@ class EngineLauncher:
             self._bind(f"handshake-{engine}-{first}", zmq.ROUTER),
             self._directory.path,
             on_death=lambda death: thread.post(lambda: thread.report_death(death, engine)),
-            on_gone=lambda error: thread.post(lambda: thread.fail(error, lost)),
+            on_gone=lambda error: thread.post(lambda: thread.fail(error, self._lost_with(engine))),
             was_connected=lambda incarnation: thread.was_connected(incarnation, engine),
             has_live_requests=is_needed,
             first_incarnation=first,
         )
 
+    def _lost_with(self, engine: int) -> int | None:
+        """Returns the engine that is lost if there will be no core of it any more; None: all are, because they cannot
+        go on without its experts."""
+        return engine if self.sharing is None or engine in self.sharing.standby else None
+
+    def adopt_group(self, group: SharingGroup, supervisors: Mapping[int, CoreSupervisor]) -> None:
+        """Makes all later cores those of another group."""
+        assert self.sharing is not None, "the engines share experts"
+        self.sharing.group, self.sharing.standby = group, frozenset()
+        self._config = self._config.with_engines(group.num_engines, group.generation)
+        self._pinned = self._pinned.with_engines(group.num_engines, group.generation)
+        for engine, supervisor in supervisors.items():
+            if engine < group.num_engines:
+                supervisor.set_group(encode_config(self._pinned), str(group.page), group.generation)
+
     def close(self) -> None:
         """Closes the file of experts. Called once all cores have ended."""
-        if self._experts_file >= 0:
-            os.close(self._experts_file)
-            self._experts_file = -1
+        if self.sharing is not None:
+            self.sharing.close()
 
     @property
     def shares_experts(self) -> bool:
         """True if no engine can go on without the others."""
         return self._config.parallel_config.shares_experts
+
+    @property
+    def most_engines(self) -> int:
+        """Most engines that share experts which there may be."""
+        return self._config.parallel_config.most_engines
 
     @property
     def may_scale(self) -> bool:
@@ -262,7 +328,7 @@ class EngineLauncher:
         """Makes later cores of an engine serve what this one does: live requests were promised its context, and with
         several engines on the machine the free memory no longer shows how many blocks there may be."""
         config = self._config
-        is_alone = config.parallel_config.num_local_engines == 1
+        is_alone = len(config.parallel_config.machine_engines) == 1 and not self.shares_experts
         pinned = pin_config(config, max_model_len, None if is_alone else ready.num_gpu_blocks)
         if pinned != config:
             self._pinned = pinned

@@ -19,11 +19,14 @@ from collections import Counter
 from enum import Enum
 from typing import Any, NamedTuple
 
+import msgspec
+
 from quire.errors import EngineDeadError
 from quire.frontend.client.control_calls import Answer, ControlCalls
 from quire.frontend.supervision.journal import Journal, JournalEntry, Standing, num_tokens_of
 from quire.frontend.supervision.quarantine import CoreDeath, Quarantine
 from quire.logger import init_logger
+from quire.wire.elastic import EEP_NOTIFICATION_CALL_ID, EEPNotificationType
 from quire.wire.engine_core import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -395,6 +398,9 @@ class EngineLink:
         self.messages.append(Message(EngineCoreRequestType.UTILITY, self._calls.make_payload(call_id)))
 
     def _on_answer(self, output: UtilityOutput) -> None:
+        if output.call_id == EEP_NOTIFICATION_CALL_ID:
+            self._note_elastic(output)
+            return
         if output.error_type == EngineDeadError.__name__ and not self.is_closing:
             return  # it is shutting down by itself and answers nothing any more; its death decides about the call
         try:
@@ -406,6 +412,15 @@ class EngineLink:
         else:
             self.answers += [] if answer is None else [answer]
             self._go_up_if_restored()
+
+    def _note_elastic(self, output: UtilityOutput) -> None:
+        try:
+            name, rank = msgspec.convert(output.result, tuple[EEPNotificationType, int])
+        except msgspec.ValidationError:
+            self.counts["unknown"] += 1
+        else:
+            self.counts[f"elastic.{name.value}"] += 1
+            logger.info("engine %d reports %s", rank, name.value)
 
     def _go_up_if_restored(self) -> None:
         if self.state is LinkState.RESTORING and self._calls.is_restored:

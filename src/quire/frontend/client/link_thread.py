@@ -107,8 +107,13 @@ class LinkThread(threading.Thread):
     def post_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Makes a control call on the thread. Returns a future of its result, as it comes off the wire."""
         future: Future[Any] = Future()
-        self.post(lambda: self._futures.__setitem__(self.links.call_utility(method, args), future))
+        self.post(lambda: self.call(method, args, future))
         return future
+
+    def call(self, method: str, args: tuple[Any, ...], future: Future[Any], engine: int | None = None) -> None:
+        """Makes a control call, of all engines or of one, whose result, as it comes off the wire, `future` gets. A
+        command."""
+        self._futures[self.links.call_utility(method, args, engine)] = future
 
     def was_connected(self, incarnation: int, engine: int | None = None) -> bool:
         """Returns True if the core of this number, of an engine or the only one, has sent its ready frame."""

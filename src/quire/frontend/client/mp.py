@@ -16,8 +16,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,8 @@ class MPClient(ABC):
         the protocol with new cores; None for that of a client with requests."""
         self.resources = BackgroundResources()
         self.resources.directory = directory
+        self._model_dir, self._weights = config.model_config.model_dir, ""
+        """Directory of the first weights, and of those that engines which share experts have now; empty: the same."""
         self._encoder = MsgpackEncoder()
         self._encoder_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, self.resources.close)
@@ -381,6 +384,41 @@ class MPClient(ABC):
             links = self._link_thread.links
             self._link_thread.post(lambda: links.abort_requests(request_ids))
 
+    def update_together(self, path: str, version: str | None = None) -> str:
+        """Replaces the weights of engines that share experts while all are paused, at the same step. Afterwards all
+        have the new ones or, if one could not read them, the former ones. Returns the version. Waits: not for the
+        thread of an event loop. Raises what an engine raises."""
+        was_paused = self.begin_call("is_scheduler_paused", ()).result()
+        former = (self._weights or str(self._model_dir), self.begin_call("get_weight_version", ()).result())
+        if not was_paused:
+            self.begin_call("pause_scheduler", ("keep", False)).result()
+        try:
+            answers = self._update_each(list(self.engines.links), path, version)
+            failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
+            if not failures:
+                self._weights = path
+                return str(next(iter(answers.values())))
+            changed = [engine for engine, answer in answers.items() if not isinstance(answer, Exception)]
+            self._update_each(changed, *former)
+            raise failures[0]
+        finally:
+            if not was_paused:
+                self.begin_call("resume_scheduler", ()).result()
+
+    def _update_each(self, engines: Iterable[int], path: str, version: str | None) -> dict[int, Any]:
+        """Has each engine read weights. Returns the versions, or errors."""
+        thread = self._link_thread
+        answers: dict[int, Future[Any]] = {engine: Future() for engine in engines}
+        for engine, answer in answers.items():
+            self.ask_link(partial(thread.call, "update_weights", (path, version), answer, engine)).result()
+        return {engine: answer.exception() or answer.result() for engine, answer in answers.items()}
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if no engine of this client steps without the others."""
+        launcher = self.resources.launcher
+        return launcher is not None and launcher.shares_experts
+
     def begin_call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Calls a control verb. Returns its result, as it comes off the wire. Raises EngineDeadError; ValidationError
         for arguments that cannot be sent."""
@@ -455,6 +493,8 @@ class SyncMPClient(MPClient, EngineCoreClient):  # type: ignore[override]  # rea
         return outputs
 
     def call_utility(self, method: str, *args: Any) -> Any:
+        if method == "update_weights" and self.shares_experts:
+            return self.update_together(*args)
         return convert_result(method, self.begin_call(method, args).result())
 
 
@@ -481,4 +521,6 @@ class AsyncMPClient(MPClient, AsyncEngineCoreClient):  # type: ignore[override] 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         if self.control_relay is not None and method in REMEMBERED_VERBS:
             return convert_result(method, await self.control_relay(method, args))
+        if method == "update_weights" and self.shares_experts:
+            return await asyncio.to_thread(self.update_together, *args)
         return convert_result(method, await asyncio.wrap_future(self.begin_call(method, args)))

@@ -68,12 +68,12 @@ class Listeners:
         if config.uds is not None:
             main, url = _bind_unix(config.uds), f"unix:{config.uds}"
         else:
-            main = _bind_port(config.host, config.port, "--port")
+            main = bind_port(config.host, config.port, "--port")
             url = _url(scheme, config.host, main)
         if not config.admin_is_apart:
             return Listeners(main, None, url, tls=tls)
         try:
-            admin = _bind_port(config.admin_host, config.admin_port, "--admin-port")
+            admin = bind_port(config.admin_host, config.admin_port, "--admin-port")
         except ConfigError:
             main.close()
             raise
@@ -94,7 +94,8 @@ class Listeners:
             listener.close()
 
 
-def _bind_port(host: str | None, port: int, flag: str) -> socket.socket:
+def bind_port(host: str | None, port: int, flag: str) -> socket.socket:
+    """Returns a socket that listens. Raises ConfigError, with the flag's name, where the system refuses."""
     try:
         family = socket.AF_INET6 if host is not None and ":" in host else socket.AF_INET
         return socket.create_server((host or "", port), family=family, backlog=BACKLOG)

@@ -9,19 +9,18 @@ known here; an error costs time, never a token. Both know no link and no socket.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from hashlib import sha256
-from typing import NamedTuple
 
 from quire.frontend.routing.load_board import LoadBoard
 from quire.frontend.routing.policy import EngineLoad, Reason, Routed, RoutingPolicy
+from quire.frontend.routing.prefix_directory import PrefixDirectory
 from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
 
 MAX_HASHED_TOKENS = 1 << 16
 """Tokens of a prompt that are hashed; longer prompts differ long before."""
-DEFAULT_NUM_BLOCKS = 1 << 16
 
 
 def hash_prompt(request: EngineCoreRequest, block_size: int) -> list[BlockHash]:
@@ -44,73 +43,12 @@ def hash_prompt(request: EngineCoreRequest, block_size: int) -> list[BlockHash]:
     return hashes
 
 
-class PrefixDirectory:
-    """The prefixes of each engine. Single-threaded."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, OrderedDict[BlockHash, None]] = {}
-        """Blocks of each engine, the least recently used first."""
-        self._limits: dict[int, int] = {}
-        self._holders: dict[BlockHash, int] = {}
-        """The engines that have a block: a bit for each index."""
-
-    def open(self, engine: int, num_blocks: int | None = None) -> None:
-        """Begins with an empty cache of an engine that has so many blocks: it is new, or was started again."""
-        self.close(engine)
-        self._blocks[engine] = OrderedDict()
-        self._limits[engine] = num_blocks or DEFAULT_NUM_BLOCKS
-
-    def close(self, engine: int) -> None:
-        """Forgets an engine, or what it had cached."""
-        for block in self._blocks.pop(engine, ()):
-            self._forget(engine, block)
-
-    def count_cached(self, engines: Sequence[int], hashes: Iterable[BlockHash]) -> list[int]:
-        """Returns how many blocks at the start of a prompt each of the engines has."""
-        counts = [0] * len(engines)
-        having = list(enumerate(engines))
-        for block in hashes:
-            holders = self._holders.get(block, 0)
-            having = [(i, engine) for i, engine in having if holders >> engine & 1] if holders else []
-            if not having:
-                break
-            for i, _ in having:
-                counts[i] += 1
-        return counts
-
-    def note_sent(self, engine: int, hashes: Iterable[BlockHash]) -> None:
-        """Records that an engine computes a prompt."""
-        known = self._blocks.get(engine)
-        if known is None:
-            return
-        holders, bit = self._holders, 1 << engine
-        for block in hashes:
-            if block in known:
-                known.move_to_end(block)
-            else:
-                known[block] = None
-                holders[block] = holders.get(block, 0) | bit
-        for _ in range(len(known) - self._limits[engine]):
-            self._forget(engine, known.popitem(last=False)[0])
-
-    def _forget(self, engine: int, block: BlockHash) -> None:
-        holders = self._holders[block] & ~(1 << engine)
-        if holders:
-            self._holders[block] = holders
-        else:
-            del self._holders[block]
-
-
 MAX_SESSIONS = 4096
 """Sessions whose engine is remembered between two inputs; of more, the one used last."""
 
 
-class _Placed(NamedTuple):
-    """A request at an engine."""
-
-    load: EngineLoad
-    num_tokens: int
-    """Tokens it adds to the queue there."""
+_Placed = tuple[EngineLoad, int]
+"""Load of the engine of a waiting request, and the tokens that it adds to the queue there."""
 
 
 class Router:
@@ -137,7 +75,7 @@ class Router:
     def open_engine(self, engine: int, ready: EngineCoreReadyResponse) -> None:
         """Records that an engine is ready, with an empty cache."""
         load = self._load(engine)
-        load.num_tokens_of_cache, load.kv_usage = ready.kv_cache_size_tokens, 0.0
+        load.note_ready(ready.kv_cache_size_tokens)
         self._show_facts(load, is_fitted=False)
         self._block_size = ready.block_size
         if self._policy.reads_prefixes:
@@ -156,7 +94,7 @@ class Router:
     def predict_wait(self, engine: int, num_tokens: int) -> float:
         """Returns the seconds until the first token of a request at an engine that has none of it cached."""
         load = self._load(engine)
-        self._look_at(load)
+        self._look_at([load])
         return load.predict_wait(num_tokens, 0)
 
     def num_requests(self, engine: int) -> int:
@@ -164,20 +102,27 @@ class Router:
         load = self._loads.get(engine)
         return 0 if load is None else load.num_own_requests
 
+    def has_request(self, request_id: str) -> bool:
+        """Returns whether a request is placed at an engine."""
+        return request_id in self._waiting or request_id in self._running
+
     def _load(self, engine: int) -> EngineLoad:
         load = self._loads.get(engine)
         if load is None:
             load = self._loads[engine] = EngineLoad(engine)
         return load
 
-    def _look_at(self, load: EngineLoad) -> None:
-        """Takes in what other clients have at an engine."""
+    def _look_at(self, loads: list[EngineLoad]) -> None:
+        """Takes in what other clients have at engines, and what their statistics say."""
         board = self._board
-        if board is not None:
-            load.others = board.get_others(load.index)
-            if not board.writes_facts:
-                load.kv_usage, model = board.get_facts(load.index)
-                load.model = model or load.model
+        if board is None:
+            return
+        others, facts = board.get_others(), board.get_facts()
+        for load in loads:
+            if load.index in others:
+                load.note_others(others[load.index])
+            if load.index in facts:
+                load.note_facts(*facts[load.index])
 
     def _show(self, load: EngineLoad) -> None:
         """Shows other clients what this one has at an engine."""
@@ -193,28 +138,39 @@ class Router:
     def place(self, request: EngineCoreRequest, engines: Iterable[int], num_outputs: int = 0) -> int:
         """Chooses one of `engines`, which are at least one, for a request that has `num_outputs` output tokens."""
         engines = list(engines)
-        chosen = self._find_bound(request, engines)
+        bound = self._find_bound(request, engines)
         hashes: list[BlockHash] = []
-        cached = [0] * len(engines)
+        num_blocks = [0] * len(engines)
         num_tokens = len(request.prompt_token_ids or ()) + num_outputs
         if self._policy.reads_prefixes and self._block_size:
             hashes = hash_prompt(request, self._block_size)
-            cached = [self._block_size * count for count in self._directory.count_cached(engines, hashes)]
-        if chosen is None:
-            key = int.from_bytes((hashes[0] if hashes else _digest(request))[:8], "little")
-            loads = [self._load(engine) for engine in engines]
-            for load in loads:
-                self._look_at(load)
-            position, reason = self._policy.choose(Routed(num_tokens, key, cached), loads)
-        else:
-            position, reason = chosen
+            num_blocks = self._directory.count_cached(engines, hashes)
+        position, reason = bound or self._choose(request, num_tokens, engines, hashes, num_blocks)
         engine = engines[position]
         self.decisions[reason] += 1
-        num_cached = min(cached[position], max(0, num_tokens - 1))
+        num_cached = min(self._block_size * num_blocks[position], max(0, num_tokens - 1))
         self.num_expected_cached_tokens += num_cached
         self._directory.note_sent(engine, hashes)
         self._put(request, self._load(engine), num_tokens - num_cached)
         return engine
+
+    def _choose(
+        self,
+        request: EngineCoreRequest,
+        num_tokens: int,
+        engines: list[int],
+        hashes: list[BlockHash],
+        num_blocks: list[int],
+    ) -> tuple[int, Reason]:
+        """Asks the policy. `num_blocks` are cached at each of the engines."""
+        key = int.from_bytes((hashes[0] if hashes else _digest(request))[:8], "little")
+        try:
+            loads = [self._loads[engine] for engine in engines]
+        except KeyError:  # of an engine that was never ready
+            loads = [self._load(engine) for engine in engines]
+        self._look_at(loads)
+        size = self._block_size
+        return self._policy.choose(Routed(num_tokens, key, [size * count for count in num_blocks]), loads)
 
     def put(self, request: EngineCoreRequest, engine: int, num_outputs: int = 0) -> None:
         """Records that a request is at an engine that was not chosen here."""
@@ -230,37 +186,36 @@ class Router:
 
     def _put(self, request: EngineCoreRequest, load: EngineLoad, num_tokens: int) -> None:
         request_id = request.request_id
-        self._sessions.pop(request_id, None)
+        if self._sessions:
+            self._sessions.pop(request_id, None)
         if request.resumable:
             self._sessions[request_id] = load.index
             if len(self._sessions) > MAX_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
-        self._waiting[request_id] = _Placed(load, num_tokens)
-        load.num_waiting += 1
-        load.num_queued_tokens += num_tokens
+        self._waiting[request_id] = load, num_tokens
+        load.add_request(num_tokens)
         self._show(load)
 
     def note_token(self, request_id: str) -> None:
         """Records the first token of a request at its engine."""
         placed = self._waiting.pop(request_id, None)
         if placed is not None:
-            placed.load.num_waiting -= 1
-            placed.load.num_queued_tokens -= placed.num_tokens
-            placed.load.num_running += 1
-            self._show(placed.load)
-            self._running[request_id] = placed.load
+            load, num_tokens = placed
+            load.start_request(num_tokens)
+            self._show(load)
+            self._running[request_id] = load
 
     def remove(self, request_id: str) -> None:
         """Records that a request has ended, or leaves its engine. Unknown ids are ignored."""
         self.note_token(request_id)
         load = self._running.pop(request_id, None)
         if load is not None:
-            load.num_running -= 1
+            load.remove_request()
             self._show(load)
 
     def placed_at(self, engine: int) -> list[str]:
         """Returns the requests that are placed at an engine."""
-        waiting = [request_id for request_id, placed in self._waiting.items() if placed.load.index == engine]
+        waiting = [request_id for request_id, (load, _) in self._waiting.items() if load.index == engine]
         return waiting + [request_id for request_id, load in self._running.items() if load.index == engine]
 
 

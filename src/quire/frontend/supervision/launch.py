@@ -76,6 +76,10 @@ class CoreLaunch:
     """Page of the engines that step together; None for independent ones."""
     experts_file: int = -1
     """Descriptor of the file of engines that share experts, which the core inherits; -1: they share none."""
+    experts_generation: int = 0
+    """Number of their group."""
+    is_scale_up_launch: bool = False
+    """True for an engine that is started for a group which does not compute yet."""
     working_dir: str = field(default_factory=os.getcwd)
     """Directory in which relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=search_path)
@@ -157,6 +161,8 @@ class CoreProcess:
             without_drafts=self._launch.without_drafts,
             group_file=self._launch.group_file,
             experts_file=self._launch.experts_file,
+            experts_generation=self._launch.experts_generation,
+            is_scale_up_launch=self._launch.is_scale_up_launch,
             curve=self._launch.core_curve,
         )
 

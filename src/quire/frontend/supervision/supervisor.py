@@ -179,7 +179,7 @@ class CoreSupervisor(threading.Thread):
         self._budget = RestartBudget(config.core_restart_limit, config.core_restart_window_s)
         self._wakeup = Wakeup()
         self._start_watch = StartWatch()
-        self._orders: set[Literal["stop", "expect_stop", "restart"]] = set()
+        self._orders: set[Literal["stop", "expect_stop", "expect_leave", "restart"]] = set()
         """Orders of other threads."""
         self._has_spawned = threading.Event()
         self.restarts: dict[str, int] = {}
@@ -200,10 +200,25 @@ class CoreSupervisor(threading.Thread):
         """Sets the configuration of the next core. From any thread."""
         self._launch = dataclasses.replace(self._launch, engine_config=engine_config)
 
+    def set_group(self, engine_config: bytes, page: str, generation: int) -> None:
+        """Sets the group of engines that share experts which the next core belongs to. From any thread."""
+        self._launch = dataclasses.replace(
+            self._launch,
+            engine_config=engine_config,
+            group_file=page,
+            experts_generation=generation,
+            is_scale_up_launch=False,
+        )
+
     def expect_stop(self) -> None:
         """Announces `stop`: a core that dies from now on is followed by another only while requests live. From any
         thread."""
         self._orders.add("expect_stop")
+
+    def expect_leave(self) -> None:
+        """Announces that the core will end by itself, in good order, and is not followed by another. From any
+        thread."""
+        self._orders |= {"expect_stop", "expect_leave"}
 
     def stop(self) -> None:
         """Asks the core to end, and this thread with it. From any thread, and from a finalizer."""
@@ -321,7 +336,8 @@ class CoreSupervisor(threading.Thread):
                 core.kill()
                 description = f"made no progress for {age:.1f} s in phase {beat.phase.name} and was killed"
                 return CoreDeath(_cause_in("hang", beat), description, beat.suspects)
-        return None if self._is_stopping else _read_death(core, page.get_heartbeat())
+        has_left = "expect_leave" in self._orders and core.returncode == 0
+        return None if self._is_stopping or has_left else _read_death(core, page.get_heartbeat())
 
     def _end(self, core: CoreProcess) -> None:
         core.terminate()

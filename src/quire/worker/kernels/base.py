@@ -193,6 +193,10 @@ class ExpertsKernel(Protocol):
         """Sets which part of a mixture its matrices are."""
         ...
 
+    def move_to(self, kernels: Kernels) -> None:
+        """Computes with the threads of `kernels`, which pack as those do that made it."""
+        ...
+
 
 class Kernels(ABC):
     """Makes kernels. They may store the weights in a form of their own: `keeps_weights` is False if the tensors they

@@ -8,7 +8,7 @@ from ctypes import Structure, byref, pointer
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import ExpertsShare
+from quire.worker.kernels.base import ExpertsShare, Kernels
 from quire.worker.kernels.library import (
     ACTIVATIONS,
     CONSTANTS,
@@ -139,6 +139,12 @@ class NativeExperts:
             args.answers = share.meeting.data_ptr()
         else:
             args.between, args.between_stride = share.meeting.data_ptr(), share.meeting.stride(0)
+
+    def move_to(self, kernels: Kernels) -> None:
+        context = getattr(kernels, "context", None)
+        assert isinstance(context, Context)
+        assert context.instruction_set == self._context.instruction_set
+        self._context = context
 
     def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
         args = self._args

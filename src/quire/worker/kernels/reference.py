@@ -391,6 +391,9 @@ class TorchExperts:
     def set_share(self, share: ExpertsShare) -> None:
         self._share = share
 
+    def move_to(self, kernels: Kernels) -> None:
+        """Does nothing: torch has threads of its own."""
+
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None, shared: Tensor | None = None
     ) -> Tensor:

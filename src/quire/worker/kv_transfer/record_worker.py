@@ -61,6 +61,8 @@ class RecordWorker(KVConnectorWorker):
         self.transfers: dict[int, Transfer] = {}
         """Transfers that have not ended, by id."""
         self._model_dir, self._loaded_ns = config.model_config.model_dir, time.time_ns()
+        self._former_dir = self._model_dir
+        """Directory of the weights before these."""
         self._generation = 0
         """Number of times that the weights were replaced."""
         self._blocks: BlockBytes | None = None
@@ -89,8 +91,14 @@ class RecordWorker(KVConnectorWorker):
             self.namespace = Namespace(self.namespace.fingerprint, self.directory.key, self._blocks)
 
     def set_weights(self, path: str) -> None:
-        self._model_dir, self._loaded_ns = Path(path), time.time_ns()
-        self._generation += 1
+        self._former_dir = self._model_dir
+        self._take_weights(Path(path), self._generation + 1)
+
+    def undo_weights(self) -> None:
+        self._take_weights(self._former_dir, self._generation - 1)
+
+    def _take_weights(self, directory: Path, generation: int) -> None:
+        self._model_dir, self._loaded_ns, self._generation = directory, time.time_ns(), generation
         self.namespace = self._identity = None
         self._begin_hashing()
 

@@ -48,6 +48,11 @@ class KVConnectorWorker(ABC):
         engine has given up."""
         return
 
+    def undo_weights(self) -> None:
+        """Notes that the weights are those of before the last `set_weights` again: an update has failed elsewhere. The
+        scheduler half is not called."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Ends all transfers, without reports, and releases everything. May be called twice."""

@@ -130,6 +130,8 @@ class Experts(KernelModule):
         self.own_experts: Sequence[int] = range(spec.num_experts)
         """Experts whose matrices this worker has."""
         self.cuts: Mapping[str, Cut] = {}
+        self.is_pooled = False
+        """True if engines share these experts: each computes its own for the tokens of all."""
         self._make_share: Callable[[torch.dtype], ExpertsShare] | None = None
 
     @property
@@ -238,6 +240,11 @@ class Experts(KernelModule):
             forget(self, "gate_up_proj")
             forget(self, "down_proj")
         return kernel
+
+    def move_to(self, kernels: Kernels) -> None:
+        """Computes with the threads of `kernels` from now on."""
+        if self._kernel is not None:
+            self._kernel.move_to(kernels)
 
     @property
     def _biases(self) -> tuple[Tensor, Tensor] | None:

@@ -109,6 +109,7 @@ class Sharding:
 
         with torch.device("meta"):
             experts.cut(own, inner, outputs, make_share)
+        experts.is_pooled = True
 
     def _cut_to_share(self, model: DecoderForCausalLM | PooledDecoder) -> None:
         with torch.device("meta"):
@@ -193,6 +194,26 @@ class Sharding:
         logits = self._gather("logits", num_ids, guards=True)
         vectors = self._gather("vectors", dim)
         table.cut(torch.arange(logits.start, logits.end, device="cpu"), vectors, logits)
+
+
+class Ends(Sharding):
+    """Embedding and logits head, whole and without layers. A head that drafts shares them with its target, of which
+    this worker has a part only."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @property
+    def name(self) -> str:
+        return "ends"
+
+    def cut(self, model: nn.Module) -> None:
+        super().cut(model)
+        decoder = model.model
+        assert isinstance(decoder, Decoder), "others cannot be cut"
+        for i, layer in enumerate(decoder.layers):
+            decoder.layers[i] = Elsewhere(layer)
+        decoder.own_layers = range(0)
 
 
 def cut_to_stage(model: DecoderForCausalLM | PooledDecoder, stage: Stage) -> None:

@@ -60,9 +60,20 @@ class ModelWeights:
         self._cache = cache
         self._source: Path | None = None if load_config.load_format == "dummy" else model_config.model_dir
         """A checkpoint directory; None for noise."""
+        self._former = self._source
+        """The one before the last `replace`."""
         self._offloaded: dict[str, Tensor] | None = None
         self._are_whole = True
         """True if the model can run: its weights are neither freed nor half read."""
+
+    def follow(self, former: ModelWeights) -> None:
+        """Takes over the state of the weights before these, whose modules the model has: they may be given back."""
+        self._source, self._are_whole = former._source, former._are_whole
+
+    @property
+    def source(self) -> Path | None:
+        """Directory of the checkpoint; None for noise."""
+        return self._source
 
     @property
     def _live_in_main_memory(self) -> bool:
@@ -110,8 +121,16 @@ class ModelWeights:
 
         Works in place, without a second copy. If reading fails half-way, `restore` reads the former weights.
         """
+        self._former = self._source
         self._load(self._source if directory is None else directory)
         self._source = self._source if directory is None else directory
+
+    def undo(self) -> bool:
+        """Makes the checkpoint of before the last `replace` its own again: `replace` and `restore` read it. Returns
+        whether it was another."""
+        is_other, self._source = self._source != self._former, self._former
+        self._are_whole = self._are_whole and not is_other
+        return is_other
 
     def _load(self, source: Path | None) -> None:
         start = time.monotonic()

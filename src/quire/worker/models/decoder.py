@@ -9,6 +9,8 @@ see which.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from quire.config.hf_config import HFConfig
@@ -51,6 +53,8 @@ class Decoder(nn.Module):
         self.norm: nn.Module = make_norm(spec, hf.hidden_size)
         self.taps: tuple[int, ...] = ()
         """Layers whose inputs are returned, too, in increasing order: heads that draft read them."""
+        self.keep_tap: Callable[[Tensor], Tensor] | None = None
+        """Copies such inputs, where later layers write in their place; None: they stay."""
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None, rows: Tensor | None = None
@@ -69,7 +73,7 @@ class Decoder(nn.Module):
         tapped = []
         for i in self.own_layers:
             if i in self.taps:
-                tapped.append(x)
+                tapped.append(x if self.keep_tap is None else self.keep_tap(x))
             x = self.layers[i](x, rotations, *inputs[i])
         if isinstance(self.norm, Elsewhere):
             return x if rows is None else (x, rows)

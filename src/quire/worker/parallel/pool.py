@@ -13,13 +13,13 @@ is alone: its steps run, for what they set up, and their results mean nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.failpoints import failpoint
-from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start
+from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start, generation_start
 from quire.wire.topology import Group
 from quire.worker.attention.backend import Forward, States
 from quire.worker.kernels.barrier import words_bytes
@@ -28,23 +28,35 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.parallel.shm import SharedBuffers, spin_time
 
 
+class Standby(Protocol):
+    """The experts of the next group: worker/parallel/standby.py."""
+
+    def discard(self) -> None:
+        """Frees them."""
+
+
 class ExpertsPool:
     """The tokens of all engines in a step, as one of the engines sees them."""
 
-    def __init__(self, fd: int, group: Group, kernels: Kernels, max_rows: int, *, num_threads: int = 1) -> None:
+    def __init__(
+        self, fd: int, group: Group, kernels: Kernels, max_rows: int, *, num_threads: int = 1, generation: int = 0
+    ) -> None:
         """`max_rows`: tokens of an engine's largest step. `num_threads`: those of all engines, which decide whether a
-        barrier may spin."""
+        barrier may spin. `generation`: number of the group."""
         self.group, self.max_rows = group, max_rows * group.size
         self.row_bytes: dict[str, int] = {}
         """Bytes of a row of each buffer, by its name: memory that the first large step will take."""
         self._kernels, self._num_threads = kernels, num_threads
-        self._words = SharedBuffers(fd, 0).get("words", (EPOCHS_BYTES,), torch.uint8)
-        self._buffers = SharedBuffers(fd, EPOCHS_BYTES)
+        start = generation_start(generation)
+        self._words = SharedBuffers(fd, start).get("words", (EPOCHS_BYTES,), torch.uint8)
+        self._buffers = SharedBuffers(fd, start + EPOCHS_BYTES)
         self._counts = self.shared("counts", (group.size,), torch.int64)
         self._barrier: Callable[[], None] | None = None
         """None: this engine is alone."""
         self.num_rows, self.own_rows = 0, range(0)
         """Tokens of the step, and those that are this engine's."""
+        self.standby: Standby | None = None
+        """The experts of the next group, while they are being prepared."""
 
     def shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the buffer of that name, which every engine sees. Its memory is taken when it is written."""
@@ -133,8 +145,9 @@ class PooledRunner(ModelRunner):
     def __init__(self, pool: ExpertsPool, *arguments: Any, **options: Any) -> None:
         """`arguments` and `options` are those of ModelRunner."""
         super().__init__(*arguments, **options)
-        self._shared_experts = pool
+        self.shared_experts = pool
+        """The pool of the present group."""
 
     def _call(self, run: Forward, input_ids: Tensor, positions: Tensor) -> States:
-        self._shared_experts.begin_step(input_ids.shape[0])
+        self.shared_experts.begin_step(input_ids.shape[0])
         return super()._call(run, input_ids, positions)

@@ -73,6 +73,8 @@ class Contest:
 class DraftModel:
     """The model, and the drafts of one call of `propose` at a time."""
 
+    ends = None
+
     def __init__(self, context: DrafterContext) -> None:
         """Loads the weights. Raises ModelLoadError."""
         config, drafting, runner = context.drafting.model, context.drafting, context.runner

@@ -19,6 +19,7 @@ from quire.config.speculative import Drafting
 from quire.worker.attention.layer import Attention
 from quire.worker.input_batch import StepInputs
 from quire.worker.loader import LoadedModel, Placement
+from quire.worker.loader.shards import Sharding
 from quire.worker.model_runner import ModelRunner
 
 
@@ -88,6 +89,11 @@ class ModelDrafter(Drafter, Protocol):
         ...
 
     @property
+    def ends(self) -> LoadedModel | None:
+        """Parts of the target that it has besides those of the worker."""
+        ...
+
+    @property
     def layers(self) -> Sequence[Attention]:
         """Its attention layers."""
         ...
@@ -152,5 +158,8 @@ class DrafterContext:
     runner: ModelRunner
     """The target: `model`, `backend`, `batch`, `kv_cache`."""
     lengths: Lengths
+    sharding: Sharding | None = None
+    """Division of the target among workers; None: this one has all of it. With others the target cannot be called by a
+    drafter, because they would not take part."""
     step: TargetStep | None = None
     """The last step; None before the first."""

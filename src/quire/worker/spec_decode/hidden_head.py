@@ -8,6 +8,7 @@ its prompt was found in the prefix cache and that part was not drafted for, gets
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from quire.worker.attention.backend import set_forward_context
 from quire.worker.attention.layer import Attention
-from quire.worker.loader import LoadedModel, ModelWeights, WeightCache, load_head
+from quire.worker.loader import LoadedModel, ModelWeights, WeightCache, load_head, load_weights
+from quire.worker.loader.shards import Ends
 from quire.worker.sample.kernel import Ids
 from quire.worker.spec_decode.draft_kv import DraftKV, Span
 from quire.worker.spec_decode.drafter import NO_PROPOSAL, DrafterContext, DraftRow, Proposal, TargetStep
@@ -32,15 +34,22 @@ class HiddenHead:
         assert model is not None, "the configuration names it"
         target: Any = context.runner.model
         cache = WeightCache(model, config.load_config)
-        placement = context.placement
-        self._head = load_head(model, config.load_config, placement, target, config.model_config, cache)
+        placement, sharding, whole = context.placement, context.sharding, target
+        self.ends: LoadedModel | None = None
+        if sharding is not None:
+            part = dataclasses.replace(placement, sharding=Ends())
+            self.ends = load_weights(config.model_config, config.load_config, part)
+            whole = self.ends.model
+        self._head = load_head(model, config.load_config, placement, whole, config.model_config, cache)
         weights = ModelWeights(self._head, model, config.load_config, placement, cache)
         self.loaded = LoadedModel(self._head, weights, cache)
         if self._head.taps:
             target.model.taps = self._head.taps
+            if sharding is not None and sharding.collectives is not None:
+                target.model.keep_tap = sharding.collectives.copy
         self._context, self._device = context, placement.device
         self.layers = [module for module in self._head.modules() if isinstance(module, Attention)]
-        self._read = context.runner.backend.plan_steps(self._head)
+        self._read = context.runner.backend.for_one_worker().plan_steps(self._head)
         self._kernel = placement.kernels.sampling()
         self._kv: DraftKV | None = None
 

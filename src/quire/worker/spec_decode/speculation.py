@@ -227,9 +227,9 @@ def make_speculation(
 ) -> Speculation:
     """Returns the speculation of a loaded target, with its drafter. Raises ConfigError or ModelLoadError."""
     spec = find_drafter(drafting.method, drafting.drafter_cls)
-    placement = dataclasses.replace(placement, sharding=None)  # a model that drafts is whole
+    sharding, placement = placement.sharding, dataclasses.replace(placement, sharding=None)  # what drafts is whole
     lengths = AdaptiveLengths(by_depth=spec.has_kv) if drafting.adaptive else FixedLengths()
-    context = DrafterContext(config, drafting, placement, runner, lengths)
+    context = DrafterContext(config, drafting, placement, runner, lengths, sharding)
     drafter = resolve(spec.factory)(context)
     missing = [name for name in DRAFTER_METHODS if not callable(getattr(drafter, name, None))]
     if missing:

@@ -248,6 +248,8 @@ def test_engines_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
         engine_index=3,
     )
     assert bind_cpus(second, Path("/nowhere")) == [[4, 5], [6, 7]], "the second engine of the second machine"
+    port = {"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True, "port_index": 1, "engine_index": 1}
+    assert bind_cpus(ParallelConfig(**port), Path("/nowhere")) == [[4, 5, 6, 7]], "a server of its own"  # type: ignore[arg-type]
 
 
 def test_workers_share_the_processors() -> None:

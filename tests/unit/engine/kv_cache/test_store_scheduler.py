@@ -261,6 +261,9 @@ def test_new_weights_are_known_when_all_workers_have_them(stores: Any) -> None:
     assert store.num_matched(request) == 0
     assert store.half.seconds_to_save() == math.inf
     store.identify(generation=1, fingerprint=OTHER, rank=1)
+    index = store.half._index
+    store.identify(generation=1, fingerprint=OTHER, rank=1)
+    assert store.half._index is index, "an update was taken back"
     store.half._index.scan()
     assert store.num_matched(request) == 12
 

@@ -80,6 +80,7 @@ def test_calls_leave_what_a_new_core_must_be_told(
 def test_every_verb_of_the_core_is_decided_about() -> None:
     """A new verb is repeatable or not: say so in the table of control_calls.py."""
     unrepeatable = {"collective_rpc", "profile", "execute_dummy_batch", "get_dropped_messages"}
+    unrepeatable |= {"reinitialize_distributed", "commit_prepared_elastic_ep", "discard_prepared_elastic_ep"}
     assert UTILITIES.keys() - REPEATABLE_VERBS <= unrepeatable
 
 

@@ -154,6 +154,9 @@ class SetMachine(RuleBasedStateMachine):
         if len(engines.links) > 1:
             for index, link in engines.links.items():
                 assert engines.router.num_requests(index) == link.num_live_requests
+                at_engine = [entry.request_id for part in link.get_entries() for entry in part]
+                assert sorted(engines.router.placed_at(index)) == sorted(at_engine)
+                assert all(map(engines.router.has_request, at_engine))
 
     def teardown(self) -> None:
         """From here on nothing bad happens. (Kills in a trial look like a poison, as with one engine.)"""

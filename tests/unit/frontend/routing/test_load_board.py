@@ -36,25 +36,26 @@ def test_each_process_sees_the_sum_of_the_others(tmp_path: Path) -> None:
     _, one, two = boards = make_boards(tmp_path, first_engine=4)
     one.put_counts(5, RequestCounts(1, 2, 300))
     two.put_counts(5, RequestCounts(10, 20, 3))
-    assert [board.get_others(5) for board in boards] == [(11, 22, 303), (10, 20, 3), (1, 2, 300)]
-    assert one.get_others(4) == (0, 0, 0)
+    assert [board.get_others()[5] for board in boards] == [(11, 22, 303), (10, 20, 3), (1, 2, 300)]
+    assert one.get_others()[4] == (0, 0, 0)
     boards[0].clear(2)
-    assert one.get_others(5) == (0, 0, 0)
+    assert one.get_others()[5] == (0, 0, 0)
     one.put_counts(6, RequestCounts(1, 1, 1))  # an engine that the page has no room for
-    assert (one.get_others(6), one.get_facts(6)) == ((0, 0, 0), (0.0, None))
+    assert one.get_others().keys() == one.get_facts().keys() == {4, 5}
 
 
 def test_costs_are_read_once_per_fit(tmp_path: Path) -> None:
     parent, one, _ = make_boards(tmp_path)
     model = CostModel(tuple(0.001 * (i + 1) for i in range(len(CostModel().coefficients))))
-    assert one.get_facts(1) == (0.0, None)
+    assert one.get_facts() == {0: (0.0, None), 1: (0.0, None)}
     parent.put_facts(1, 0.25, model)
-    usage, read = one.get_facts(1)
+    usage, read = one.get_facts()[1]
     assert usage == 0.25
     assert read is not None
     assert read.coefficients == pytest.approx(model.coefficients)
     parent.put_facts(1, 0.5, None)
-    assert one.get_facts(1) == (0.5, None)
+    assert one.get_facts()[1] == (0.5, None)
+    assert parent.get_facts() == {}, "it has them from the engines"
 
 
 def test_a_page_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_only_the_starting_process_has_statistics_and_all_route_by_them(tmp_path
     parent.open_engine(0, ready)
     before = router.predict_wait(0, len(PROMPT))
     for step in range(MIN_STEPS + 2):  # of 3 s each
-        stats = SchedulerStats(num_running_reqs=1, num_decoded_reqs=1, num_scheduled_tokens=1, kv_cache_usage=0.125)
+        stats = SchedulerStats(num_running_reqs=1, num_decoded_reqs=1, num_scheduled_tokens=9, kv_cache_usage=0.125)
         parent.note_step(EngineCoreOutputs(engine_index=0, timestamp=100.0 + 3.0 * step, scheduler_stats=stats))
     assert before < 1
     assert router.predict_wait(0, len(PROMPT)) == pytest.approx(parent.predict_wait(0, len(PROMPT)))

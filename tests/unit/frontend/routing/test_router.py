@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.request import Request
 from quire.frontend.routing import router as router_module
 from quire.frontend.routing.policy import LeastWait, VllmScore
-from quire.frontend.routing.router import PrefixDirectory, Router, hash_prompt
+from quire.frontend.routing.router import Router, hash_prompt
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_engine import READY
@@ -111,34 +110,3 @@ def test_prompts_are_not_hashed_for_a_policy_that_reads_no_prefixes() -> None:
     router.place(request("a", PROMPT), [0])
     router.place(request("b", PROMPT), [0])
     assert router.num_expected_cached_tokens == 0
-
-
-def test_the_directory_forgets_what_was_used_longest_ago() -> None:
-    directory = PrefixDirectory()
-    directory.open(0, num_blocks=4)
-    first, second = [b"a", b"b"], [b"c", b"d"]
-    directory.note_sent(0, first)
-    directory.note_sent(0, second)
-    directory.note_sent(0, first)
-    directory.note_sent(0, [b"e"])
-    assert [directory.count_cached([0], hashes) for hashes in (first, second)] == [[2], [0]]
-    directory.close(0)
-    assert directory.count_cached([0], first) == [0]
-
-
-def test_the_directory_knows_of_each_engine_what_it_alone_would() -> None:
-    rng = random.Random(3)
-    together, apart = PrefixDirectory(), {engine: PrefixDirectory() for engine in (0, 2, 70)}
-    for engine, alone in apart.items():
-        together.open(engine, 6)
-        alone.open(engine, 6)
-    chains = [[f"{stem}{i}".encode() for i in range(rng.randint(1, 5))] for stem in "abcdef"]
-    for _ in range(400):
-        engine, chain = rng.choice(list(apart)), rng.choice(chains)
-        begins_anew = rng.random() < 0.05
-        for directory in (together, apart[engine]):
-            if begins_anew:
-                directory.open(engine, 6)
-            directory.note_sent(engine, chain)
-        counts = together.count_cached(list(apart), chain)
-        assert counts == [alone.count_cached([engine], chain)[0] for engine, alone in apart.items()]

@@ -234,6 +234,24 @@ def test_a_refusal_leaves_the_weights_alone(tiny_checkpoint: Make, tmp_path: Pat
     assert loaded.holds(before)
 
 
+def test_an_update_that_failed_in_another_worker_is_taken_back(tiny_checkpoint: Make) -> None:
+    """This worker has the new weights; a later update is not affected."""
+    loaded = Loaded(tiny_checkpoint("llama"))
+    before = loaded.tensors()
+    loaded.weights.replace(tiny_checkpoint("llama", seed=1))
+    assert loaded.weights.undo()
+    assert not loaded.weights.undo()
+    loaded.weights.restore()
+    assert loaded.holds(before), "as when it wakes up"
+    loaded.weights.replace(tiny_checkpoint("llama", seed=1))
+    after = loaded.tensors()
+    with pytest.raises(ModelLoadError):
+        loaded.weights.replace(tiny_checkpoint("llama") / "none")
+    assert not loaded.weights.undo(), "it has failed here"
+    loaded.weights.replace()
+    assert loaded.holds(after)
+
+
 def test_reading_that_breaks_off_is_not_taken_for_weights(
     tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.kv_cache import allocate_kv_cache
 from quire.worker.loader import ModelWeights, Placement, load_head, load_model
 from quire.worker.loader import load as load_module
+from quire.worker.loader.shards import Ends
 from quire.worker.models.eagle import EagleHead
 
 from .oracle import CPU, DenseAttention, model_config_of
@@ -419,3 +420,15 @@ def test_layers_that_a_head_reads_if_it_does_not_say() -> None:
     assert aux_layers(HFConfig(head.raw, PATH), HFConfig({"num_hidden_layers": 32}, PATH)) == (2, 16, 29)
     with pytest.raises(ModelLoadError, match=r"has no 'eagle_aux\w+', which then are \[2, 2, 1\]"):
         aux_layers(HFConfig(head.raw, PATH), HFConfig({"num_hidden_layers": 4}, PATH))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_ends_of_a_target_are_whole_and_nothing_else(is_tied: bool, tiny_checkpoint: MakeCheckpoint) -> None:
+    """The parts that a head shares with a target which is divided among workers."""
+    config = model_config_of(tiny_checkpoint("llama", tie_word_embeddings=is_tied))
+    whole: Any = load_model(config, LoadConfig(), Placement(CPU, torch.float32))
+    ends: Any = load_model(config, LoadConfig(), Placement(CPU, torch.float32, sharding=Ends()))
+    ids, hidden = torch.tensor([3, 0, 383]), torch.randn(3, TARGET_SIZE)
+    assert torch.equal(ends.model.embed_tokens(ids), whole.model.embed_tokens(ids))
+    assert torch.equal(ends.compute_logits(hidden), whole.compute_logits(hidden))
+    assert not [name for name, _ in ends.named_parameters() if ".layers." in name]

@@ -4,14 +4,18 @@ engine with all, whatever the other engines do."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import ClientError, ConfigError, UnsupportedModelError
+from quire.lora_request import LoRARequest
+from quire.wire.lora import AdapterLoad
 from quire.wire.shared_memory import begin_epoch, end_epoch, make_experts_file
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.kernels.library import NativeLibrary
@@ -20,6 +24,7 @@ from quire.worker.layers.moe import Experts
 from quire.worker.worker import Worker
 from tests.checkpoints import MakeCheckpoint
 
+from .test_adapters import targets_of, write_whole_adapter
 from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, run_together, use_native_kernels
 
 Plan = tuple[tuple[int, ...], tuple[int, int]]
@@ -32,6 +37,14 @@ QUICK: dict[str, tuple[str, dict[str, Any], list[Plan]]] = {
     "three, one without requests": ("qwen3_moe", {"dtype": "float32", **BY_TURNS}, THREE),
     "a shared expert, 4 bits": ("qwen2_moe", {"dtype": "bfloat16", "quantization": "int4"}, TWO),
 }
+
+
+RESIZES: dict[str, tuple[int, dict[int, int]]] = {
+    "two, three, two": (2, {2: 3, 3: 2}),
+    "one, two": (1, {1: 2}),
+    "two, two others": (2, {3: 2}),
+}
+"""Number of engines at first, and from which step on there are others."""
 
 
 def make_workers(path: Path, size: int, **flags: Any) -> list[Worker]:
@@ -100,6 +113,90 @@ def test_nor_do_those_of_any_family(
         check_bits(tiny_checkpoint(family), plans, library, monkeypatch, **{"dtype": "bfloat16", **flags})
 
 
+def run_resized(
+    path: Path,
+    size: int,
+    sizes: dict[int, int],
+    whole: list[torch.Tensor],
+    adapters: Sequence[LoRARequest] = (),
+    **flags: Any,
+) -> list[Worker]:
+    """Changes the number of engines between steps, and compares with the logits of one engine with all experts. The
+    first engines have the requests, the others come and go. Returns the workers of the last group."""
+    workers = make_workers(path, size, enable_elastic_ep=True, **flags)
+    config = workers[0].config
+    prompts = [(0, 1, 2)] if size == 1 else [(0, 2), (1,)]
+
+    def between(worker: Worker, step: int) -> None:
+        if step in sizes:
+            worker.prepare_experts(sizes[step], step).result(60)
+            worker.install_experts()
+            worker.join_engines(EPOCH)
+
+    runs: list[Callable[[], Any]] = []
+    for worker, own in zip(workers, prompts, strict=True):
+        sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
+        join = partial(worker.join_engines, EPOCH)
+        runs.append(Run(worker, sampled, own, join, adapters=adapters, between=partial(between, worker)))
+    ends = [*list(sizes)[1:], OUTPUT_LEN]
+    for (step, count), end in zip(sizes.items(), ends, strict=True):
+        begin_epoch(config.parallel_config.experts_file, EPOCH, step)
+        for index in range(size, count):
+            parallel = dataclasses.replace(config.parallel_config.with_engines(count, step), engine_index=index)
+            worker = Worker(dataclasses.replace(config, parallel_config=parallel))
+            runs.append(Run(worker, [], (), partial(worker.join_engines, EPOCH), (end - step, 0)))
+    done = in_threads(runs)
+    for own, run in zip(prompts, done, strict=False):
+        for step in range(OUTPUT_LEN):
+            assert torch.equal(run.logits[step].view(torch.int32), whole[step][list(own)].view(torch.int32)), (
+                own,
+                step,
+            )
+    return [run.worker for run in done][: list(sizes.values())[-1]]
+
+
+@pytest.mark.parametrize("case", RESIZES)
+def test_logits_stay_the_same_when_the_number_of_engines_changes(
+    case: str, tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (size, sizes) = tiny_checkpoint("mixtral"), RESIZES[case]
+    logits, _, (whole,) = run_together(path, 1, library, monkeypatch, dtype="bfloat16")
+    placement = BY_TURNS if size == 1 else {}
+    workers = run_resized(path, size, sizes, list(logits), dtype="bfloat16", **placement)
+    assert sum(map(num_weights, workers)) == num_weights(whole), "no expert is left over, and none is missing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "float32"}, BY_TURNS])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "olmoe"])
+def test_nor_do_those_of_any_family_when_it_changes(
+    family: str,
+    flags: dict[str, Any],
+    tiny_checkpoint: MakeCheckpoint,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, flags = tiny_checkpoint(family), {"dtype": "bfloat16", **flags}
+    placement = {k: flags.pop(k) for k in BY_TURNS if k in flags}
+    logits, _, _ = run_together(path, 1, library, monkeypatch, **flags)
+    for size, sizes in RESIZES.values():
+        run_resized(path, size, sizes, list(logits), **flags, **placement)
+
+
+def test_experts_that_cannot_be_shared_so_widely_leave_an_engine_as_it_is(
+    tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_native_kernels(library, monkeypatch)
+    worker = make_workers(tiny_checkpoint("mixtral"), 1, enable_elastic_ep=True)[0]
+    worker.init_device()
+    worker.load_model()
+    with pytest.raises(ConfigError, match="6 experts are too few for --data-parallel-size 9 engines"):
+        worker.prepare_experts(9, 1).result(60)
+    worker.prepare_experts(2, 1)
+    worker.discard_experts()
+    assert worker.config.parallel_config.data_parallel_size == 1
+
+
 @pytest.mark.parametrize(
     ("family", "size", "error", "message"),
     [
@@ -124,21 +221,25 @@ def test_models_that_engines_cannot_share_are_refused(
         worker.load_model()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"enable_lora": True}, "--enable-lora: adapters cannot be .*, or --enable-expert-parallel with --data-para"),
-        ({"speculative_config": {"model": "PATH", "num_speculative_tokens": 2}}, "a model or a class that drafts"),
-    ],
-)
-def test_what_engines_that_share_experts_cannot_do_is_refused(
-    flags: dict[str, Any], message: str, tiny_checkpoint: MakeCheckpoint
+def test_adapters_change_all_but_the_experts(
+    tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also when the number of engines changes; those of the experts are refused."""
+    path, targets = tiny_checkpoint("mixtral"), targets_of(tiny_checkpoint("mixtral"))
+    own = {name: target for name, target in targets.items() if ".experts." not in name}
+    adapters = [write_whole_adapter(tmp_path / f"{rank}", own, rank, i) for i, rank in enumerate((5, 36), start=1)]
+    logits, _, _ = run_together(path, 1, library, monkeypatch, dtype="bfloat16", adapters=adapters)
+    flags = {"dtype": "bfloat16", "enable_lora": True}
+    worker = run_resized(path, 2, {2: 3}, list(logits), adapters, **flags)[0]
+    refused = AdapterLoad(write_whole_adapter(tmp_path / "whole", targets, 5, 3), 0)
+    with pytest.raises(ClientError, match="whose experts several engines share"):
+        worker.load_adapter(refused).result(60)
+
+
+def test_drafters_that_engines_which_share_experts_cannot_have_are_refused(tiny_checkpoint: MakeCheckpoint) -> None:
     path = tiny_checkpoint("mixtral")
-    if "speculative_config" in flags:
-        flags = {"speculative_config": {**flags["speculative_config"], "model": str(path)}}
-    with pytest.raises(ConfigError, match=message):
-        make_workers(path, 2, **flags)
+    with pytest.raises(ConfigError, match="a model or a class that drafts"):
+        make_workers(path, 2, speculative_config={"model": str(path), "num_speculative_tokens": 2})
 
 
 def test_the_torch_kernels_share_experts_too(

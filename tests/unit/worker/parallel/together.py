@@ -68,14 +68,16 @@ class Run:
         join: Callable[[], None] = lambda: None,
         dummies: tuple[int, int] = (0, 0),
         adapters: Sequence[LoRARequest] = (),
+        between: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`sampled` are the tokens of each step, of the worker that samples. `prompts` are numbers of those that it
         has; `join` is called before its first step, and `dummies` are the dummy steps before and after its own. The
-        first prompt has no adapter, the others have one each, as many as there are."""
+        first prompt has no adapter, the others have one each, as many as there are. `between` is called before each
+        step of the prompts."""
         self.worker, self.logits, self.tokens = worker, list[Tensor](), list[list[list[int]]]()
         self._adapters = [None, *adapters]
         self._sampled, self._samples = sampled, worker.rank == worker._topology.output_rank
-        self._prompts, self._join, self._dummies = prompts, join, dummies
+        self._prompts, self._join, self._dummies, self._between = prompts, join, dummies, between
 
     def __call__(self) -> Run:
         """Runs all of it."""
@@ -127,6 +129,7 @@ class Run:
         lens = {str(i): len(PROMPTS[i]) for i in self._prompts}
         step = SchedulerOutput(new, num_scheduled_tokens=lens, total_num_scheduled_tokens=sum(lens.values()))
         for number in range(OUTPUT_LEN):
+            self._between(number)
             worker.execute_model(step)
             pending = worker.runner._pending
             assert pending is not None

@@ -154,6 +154,19 @@ class StepCosts:
                     matrix[i][j] += weight * row[i] * row[j]
         return CostModel(tuple(_solve(matrix, vector)))
 
+    @property
+    def num_prompt_steps(self) -> float:
+        """Number of steps with prompt tokens; those of one size fade."""
+        return sum(size.weight for (_, prompt), size in self._sizes.items() if prompt)
+
+    def fit_by_token(self) -> CostModel:
+        """Fits the model, and adds to the time of a prompt token its share of the extra time of a step with some: where
+        prompts are about equally long, the two cannot be separated, and the latter gets all."""
+        *others, extra_s, token_s = self.fit().coefficients
+        num_tokens = sum(size.prompt_tokens for size in self._sizes.values())
+        share_s = extra_s * self.num_prompt_steps / num_tokens if num_tokens else 0.0
+        return CostModel((*others, 0.0, token_s + share_s))
+
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
     """Returns the x >= 0 of least squares from the normal equations: Lawson and Hanson, "Solving Least Squares
