@@ -9,7 +9,7 @@ damaged, or cannot be written; beside an engine without a store.
 saves: prompts without pause into a store of 256 MiB: seconds from computed to saved, and the largest size ever seen.
 index: a directory with 1,000,000 blocks: seconds of the first scan, bytes in memory, a look-up of 8,192 tokens.
 events: KV cache events: blocks per second through the publisher to a subscriber, and what each costs the core's loop.
-peers: the first token of a prompt of 8,192 tokens after a restart, beside vLLM (benchmarks/peers/setup vllm).
+peers: the first token of a prompt of 4,096 tokens after a restart, beside vLLM (benchmarks/peers/setup vllm).
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def subscribe(endpoint: str, num_blocks: int) -> None:
 
 # -- peers ----------------------------------------------------------------------------------------------------------
 
-PEER_TOKENS = 8192
+PEER_TOKENS = 4096
 
 
 def measure_peers(model: str, directory: Path, names: Sequence[str] = ("quire", "vllm")) -> None:

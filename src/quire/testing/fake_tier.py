@@ -257,6 +257,11 @@ class FakeTierWorker(KVConnectorWorker):
 
     def advance(self, kinds: tuple[type, ...] = (LoadOrder, SaveOrder)) -> bool:
         """Moves a block of one transfer, or ends it. Returns whether there was any that could move."""
+        broken = [one for one in self.active.values() if one.leased and one.is_cancelled]
+        if broken and SaveOrder in kinds:  # leases end at once, all of them
+            for one in broken:
+                self._end(one, "cancelled")
+            return True
         able = [one for one in self.active.values() if isinstance(one.order, kinds) and self._may_move(one)]
         if not able:
             return False

@@ -406,11 +406,10 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- admissions --------------------------------------------------------------------------------------------
 
     def count_external(self, request: Request, num_hits: int) -> int:
-        num_external, size = 0, self._manager.block_size
-        for load, num_tokens in self._loaded.get(request, ()):
-            start = load.order.start * size
-            num_external += max(0, min(num_hits, start + num_tokens) - start)
-        return num_external
+        size, blocks = self._manager.block_size, set[int]()
+        for load, num_tokens in self._loaded.get(request, ()):  # a later one may bring again what was evicted since
+            blocks.update(range(load.order.start, load.order.start + num_tokens // size))
+        return size * sum(block < num_hits // size for block in blocks)
 
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
         self._release(request)
