@@ -13,6 +13,7 @@ import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.engine.kv_cache.loader import BlockLoader
+from quire.errors import ServerError
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
@@ -168,18 +169,51 @@ def test_damage_costs_computing_from_there_on(tmp_path: Path) -> None:
         assert (found, num_cached) == (expected, NUM_STORED * 16)
 
 
-def test_new_weights_have_a_store_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["", pytest.param("both", marks=pytest.mark.slow)])
+def test_new_weights_have_a_store_of_their_own(layout: str, tmp_path: Path) -> None:
+    flags = LAYOUTS.get(layout, {})
     first, second = (make_tiny_checkpoint(tmp_path / str(seed), "llama", seed=seed) for seed in (0, 1))
     directory = tmp_path / "store"
     with engine(second, None) as llm:
         expected, _ = answer(llm)
-    with engine(first, directory) as llm:
+    with engine(first, directory, **flags) as llm:
         answer(llm)
         llm.update_weights(second)
         assert answer(llm) == (expected, 0)
         llm.reset_prefix_cache()
         llm.update_weights(first)
-    with engine(second, directory) as llm:
+    with engine(second, directory, **flags) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
+
+
+def fail_next_update(worker: Any) -> None:
+    """Makes one of two workers fail to read the next weights. Runs in the workers."""
+    weights = worker.loaded[0].weights
+    load = weights._load
+
+    def fail(source: Path) -> None:
+        weights._load = load
+        raise OSError("the disk is gone")
+
+    if worker.rank == 1:
+        weights._load = fail
+
+
+@pytest.mark.slow
+def test_an_update_that_fails_in_one_worker_leaves_all_as_they_were(tmp_path: Path) -> None:
+    first, second = (make_tiny_checkpoint(tmp_path / str(seed), "llama", seed=seed) for seed in (0, 1))
+    directory, flags = tmp_path / "store", LAYOUTS["shared layers"]
+    with engine(first, directory, **flags) as llm:
+        expected, _ = answer(llm)
+        llm.collective_rpc(fail_next_update)
+        with pytest.raises(ServerError, match="the disk is gone"):
+            llm.update_weights(second)
+        llm.reset_prefix_cache()
+        assert answer(llm)[0] == expected
+    with engine(second, directory, **flags) as llm:
+        found, num_cached = answer(llm)
+        assert (found != expected, num_cached) == (True, 0), "nothing is stored under the name of the new weights"
+    with engine(first, directory, **flags) as llm:
         assert answer(llm) == (expected, NUM_STORED * 16)
 
 

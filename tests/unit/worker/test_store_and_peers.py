@@ -20,6 +20,7 @@ from quire.wire.kv_transfer import (
     SaveResult,
 )
 from quire.worker.kv_transfer.store_and_peers import StoreAndPeersWorker
+from tests.checkpoints import MakeCheckpoint
 
 from .test_store_worker import FULL, make_keys, make_memory
 
@@ -82,3 +83,11 @@ def test_cancels_of_what_was_lost_and_of_what_has_ended(engine: Engine) -> None:
     engine.worker.start(KVConnectorMetadata(cancels=[3]))
     (later,) = engine.order(cancels=[5]).loads
     assert later.load_id == 5, "a cancel of what has ended is not answered"
+
+
+def test_an_update_that_is_taken_back_leaves_both_namespaces(engine: Engine, tiny_checkpoint: MakeCheckpoint) -> None:
+    engine.worker.set_weights(str(tiny_checkpoint("llama")))
+    updates = [engine.wait().info or {} for _ in range(2)]
+    assert all(info["info"]["fingerprint"] != engine.info[info["part"]]["fingerprint"] for info in updates)
+    engine.worker.undo_weights()
+    assert {info["part"]: info["info"] for info in (engine.wait().info or {} for _ in range(2))} == engine.info

@@ -124,6 +124,10 @@ class StoreAndPeersWorker(KVConnectorWorker):
         for part in self._parts.values():
             part.worker.set_weights(path)
 
+    def undo_weights(self) -> None:
+        for part in self._parts.values():
+            part.worker.undo_weights()
+
     def close(self) -> None:
         for part in self._parts.values():
             part.worker.close()

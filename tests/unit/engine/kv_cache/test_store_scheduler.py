@@ -14,6 +14,7 @@ from quire.config.engine_args import EngineArgs
 from quire.engine.kv_cache.connector import ExternalMatch
 from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler, WriteBudget
 from quire.engine.request import Request
+from quire.errors import ConfigError
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
@@ -201,6 +202,14 @@ def test_blocks_with_an_adapter_are_known_once_its_content_is(stores: Any) -> No
     assert not store.half.may_transfer(request)
     request.report.adapter_digest = "aa"
     assert store.half.may_transfer(request)
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_workers_start(stores: Any, tmp_path: Path) -> None:
+    config = stores().half.config
+    StoreScheduler.check_config(config)
+    (tmp_path / "store").chmod(0o755)
+    with pytest.raises(ConfigError, match="is open to others"):
+        StoreScheduler.check_config(config)
 
 
 TWO_WORKERS = {"tensor_parallel_size": 2}
