@@ -29,6 +29,9 @@ from quire.wire.kv_cache import KVCacheConfig
 
 logger = init_logger(__name__)
 
+HANDSHAKE = "handshake"
+"""Key of a worker's message with its `get_handshake_metadata`."""
+
 
 class KVConnectorRole(Enum):
     """The half that an object is."""
@@ -184,6 +187,14 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  the name that connectors import
         """Returns whether steps are to be made though no request runs."""
         return False
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Takes what `get_handshake_metadata` of the workers has returned, by the rank of each."""
+        return
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Takes the same by stage and rank."""
+        self.set_xfer_handshake_metadata({rank: value for (_, rank), value in metadata.items()})
+
     def reset_cache(self) -> bool | None:
         """Drops what is stored. Returns False if that failed."""
         return None
@@ -194,6 +205,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  the name that connectors import
         """Takes the tensors of the KV cache by layer: [2, num_blocks, ...], keys and values of each block (a latent
         cache: [1, num_blocks, ...]). Called again after a sleep."""
         return
+
+    def get_handshake_metadata(self) -> Any:
+        """Returns what other engines need to reach this worker, for the scheduler's half; None if nothing. Asked for
+        once, after the cache was registered."""
+        return None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Finishes reading blocks of preempted requests, which will be overwritten."""

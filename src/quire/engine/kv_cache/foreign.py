@@ -21,6 +21,7 @@ from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
 from quire.errors import GenerationError, QuireError
 from quire.kv_store.connector import (
+    HANDSHAKE,
     CachedRequests,
     ForeignBlocks,
     ForeignOutput,
@@ -229,6 +230,10 @@ class ForeignScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if output.info is None:
+            return
+        if HANDSHAKE in output.info:
+            by_place = {(0, output.rank): output.info[HANDSHAKE]}
+            ask(self.foreign, None, self.foreign.set_xfer_handshake_metadata_pp_aware, by_place)
             return
         report = ForeignOutput(**output.info)
         for request_id in report.finished_sending or ():

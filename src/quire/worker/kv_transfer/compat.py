@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_store.connector import KVConnectorBase_V1, KVConnectorRole, LoadContext, ask, make_connector
+from quire.kv_store.connector import HANDSHAKE, KVConnectorBase_V1, KVConnectorRole, LoadContext, ask, make_connector
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, LoadResult, SaveResult
@@ -52,6 +52,8 @@ class CompatWorker(KVConnectorWorker):
         super().__init__(config, rank)
         self.foreign: KVConnectorBase_V1 | None = None
         self._layers: dict[str, Any] = {}
+        self._handshake: Any = None
+        """Metadata that the scheduler half does not have yet."""
         self._step: _Step | None = None
         self._loads: dict[int, LoadOrder] = {}
         """Loads that have not ended, by id."""
@@ -61,10 +63,13 @@ class CompatWorker(KVConnectorWorker):
 
     def register_kv_caches(self, memory: Any) -> None:
         self._layers, kv_cache_config = self.describe_memory(memory)
+        is_first = self.foreign is None
         if self.foreign is None:
             self.foreign = make_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
             self._check_layout(self.foreign, memory)
         self.foreign.register_kv_caches(self._layers)
+        if is_first:
+            self._handshake = ask(self.foreign, None, self.foreign.get_handshake_metadata)
 
     def describe_memory(self, memory: KVCacheMemory) -> tuple[dict[str, Any], KVCacheConfig]:
         """Returns the tensors of all layers, and what the connector's constructor is given."""
@@ -91,6 +96,9 @@ class CompatWorker(KVConnectorWorker):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def start(self, orders: KVConnectorMetadata) -> None:
+        if self._handshake is not None:  # there was nothing to report to before
+            handshake, self._handshake = self._handshake, None
+            self.report(KVConnectorOutput(info={HANDSHAKE: handshake}))
         for transfer_id in orders.cancels:  # a connector has no way to end a load early
             if not self._arrivals.has(transfer_id):
                 load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")

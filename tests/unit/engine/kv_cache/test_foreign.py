@@ -266,6 +266,14 @@ def test_blocks_stay_until_they_were_sent(tmp_path: Path) -> None:
     assert not engine.exchange.connector.holds_blocks
 
 
+def test_the_halves_shake_hands_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(DiskConnector, "get_handshake_metadata", lambda self: {"port": 1})
+    monkeypatch.setattr(DiskConnector, "set_xfer_handshake_metadata", lambda self, metadata: taken.append(metadata))
+    run(settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path)))
+    assert taken == [{0: {"port": 1}}]
+
+
 def test_errors_of_a_connector_cost_the_load(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise ZeroDivisionError
