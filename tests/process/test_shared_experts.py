@@ -18,9 +18,11 @@ from quire.config.engine_args import EngineArgs
 from quire.errors import ClientError, EngineDeadError, GenerationError, ModelLoadError, ServerError, ValidationError
 from quire.frontend.client.dp import DPLBAsyncMPClient
 from quire.frontend.client.link import LinkState
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_model import FakeModel, expected_output
 from tests.checkpoints import MakeCheckpoint, make_tiny_checkpoint
+from tests.unit.worker.parallel.test_adapters import targets_of, write_whole_adapter
 
 from .harness import FAKE_MODEL_LEN, Engine, fake_args, running
 from .test_engine_set import dp_client, kill, read_while, wait_for
@@ -217,11 +219,12 @@ def test_all_end_when_an_engine_cannot_be_started_again() -> None:
 # -- a mixture ---------------------------------------------------------------------------------------------------------
 
 
-async def generate(engine: Engine, request_id: int, num_tokens: int) -> list[int]:
+async def generate(engine: Engine, request_id: int, num_tokens: int, adapter: LoRARequest | None = None) -> list[int]:
     """Returns the tokens of a request that depends on its number."""
     prompt = [(7 * request_id + i) % 200 + 3 for i in range(5 + 11 * request_id)]
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=request_id, detokenize=False)
-    outputs = [output async for output in engine.llm.generate({"prompt_token_ids": prompt}, params, f"r{request_id}")]
+    given = {"prompt_token_ids": prompt}, params, f"r{request_id}"
+    outputs = [output async for output in engine.llm.generate(*given, lora_request=adapter)]
     return list(outputs[-1].outputs[0].token_ids)
 
 
@@ -317,3 +320,22 @@ def test_a_mixture_takes_new_weights_and_keeps_them(tmp_path: Path) -> None:
             assert await all_tokens() != expected
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_mixture_with_adapters_answers_as_one_engine(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path / "model", "mixtral", seed=0)
+    own = {name: target for name, target in targets_of(path).items() if ".experts." not in name}
+    adapters = [None, *(write_whole_adapter(tmp_path / str(i), own, 5, i) for i in (1, 2))]
+
+    async def run(size: int, **fields: Any) -> list[list[int]]:
+        async with mixture(path, size, enable_lora=True, **fields) as engine:
+            tasks = [asyncio.create_task(generate(engine, i, 100, adapters[i % 3])) for i in range(6)]
+            if size > 1:
+                await dp_client(engine).scale(3)
+            return list(await asyncio.gather(*tasks))
+
+    plain = asyncio.run(generate_all(path, 1, num_tokens=100))
+    expected = asyncio.run(run(1))
+    assert [own == other for own, other in zip(plain, expected, strict=True)] == [True, False, False] * 2
+    assert asyncio.run(run(2, enable_expert_parallel=True)) == expected

@@ -311,7 +311,6 @@ def _sharing_refusals(config: EngineConfig) -> dict[str, object]:
     """Returns what engines that share experts cannot do besides, though several workers of one engine can."""
     drafting = config.speculative_config.drafting
     return {
-        "--enable-lora": config.lora_config.enable_lora and "adapters cannot be divided among engines yet",
         f"--spec-model {drafting and drafting.method}": drafting is not None
         and drafting.model is not None
         and "a model or a class that drafts does not step with the other engines yet; ngram and suffix can be used",

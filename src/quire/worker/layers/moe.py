@@ -130,6 +130,8 @@ class Experts(KernelModule):
         self.own_experts: Sequence[int] = range(spec.num_experts)
         """Experts whose matrices this worker has."""
         self.cuts: Mapping[str, Cut] = {}
+        self.is_pooled = False
+        """True if engines share these experts: each computes its own for the tokens of all."""
         self._make_share: Callable[[torch.dtype], ExpertsShare] | None = None
 
     @property

@@ -109,6 +109,7 @@ class Sharding:
 
         with torch.device("meta"):
             experts.cut(own, inner, outputs, make_share)
+        experts.is_pooled = True
 
     def _cut_to_share(self, model: DecoderForCausalLM | PooledDecoder) -> None:
         with torch.device("meta"):

@@ -34,6 +34,10 @@ _UNSUPPORTED: Mapping[str, str] = {
     "adapter",
 }
 """Why modules of these classes have no site."""
+SHARED_AMONG_ENGINES = (
+    "whose experts several engines share (--enable-expert-parallel with --data-parallel-size), so that adapters cannot "
+    "change them; train without them, merge the adapter, or leave the flag out"
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ class _Making:
             self._add_linear(path, module)
         elif isinstance(module, Embedding) and not module.offset:
             self._add_embedding(path, module)
+        elif isinstance(module, Experts) and module.is_pooled:
+            self.unsupported[path] = SHARED_AMONG_ENGINES
         elif isinstance(module, Experts):
             self._add_experts(path, module)
         elif type(module).__name__ in _UNSUPPORTED and path:

@@ -4,7 +4,7 @@ engine with all, whatever the other engines do."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import ClientError, ConfigError, UnsupportedModelError
+from quire.lora_request import LoRARequest
+from quire.wire.lora import AdapterLoad
 from quire.wire.shared_memory import begin_epoch, end_epoch, make_experts_file
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.kernels.library import NativeLibrary
@@ -22,6 +24,7 @@ from quire.worker.layers.moe import Experts
 from quire.worker.worker import Worker
 from tests.checkpoints import MakeCheckpoint
 
+from .test_adapters import targets_of, write_whole_adapter
 from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, run_together, use_native_kernels
 
 Plan = tuple[tuple[int, ...], tuple[int, int]]
@@ -110,7 +113,14 @@ def test_nor_do_those_of_any_family(
         check_bits(tiny_checkpoint(family), plans, library, monkeypatch, **{"dtype": "bfloat16", **flags})
 
 
-def run_resized(path: Path, size: int, sizes: dict[int, int], whole: list[torch.Tensor], **flags: Any) -> list[Worker]:
+def run_resized(
+    path: Path,
+    size: int,
+    sizes: dict[int, int],
+    whole: list[torch.Tensor],
+    adapters: Sequence[LoRARequest] = (),
+    **flags: Any,
+) -> list[Worker]:
     """Changes the number of engines between steps, and compares with the logits of one engine with all experts. The
     first engines have the requests, the others come and go. Returns the workers of the last group."""
     workers = make_workers(path, size, enable_elastic_ep=True, **flags)
@@ -127,7 +137,7 @@ def run_resized(path: Path, size: int, sizes: dict[int, int], whole: list[torch.
     for worker, own in zip(workers, prompts, strict=True):
         sampled: list[Future[list[list[int]]]] = [Future() for _ in range(OUTPUT_LEN)]
         join = partial(worker.join_engines, EPOCH)
-        runs.append(Run(worker, sampled, own, join, between=partial(between, worker)))
+        runs.append(Run(worker, sampled, own, join, adapters=adapters, between=partial(between, worker)))
     ends = [*list(sizes)[1:], OUTPUT_LEN]
     for (step, count), end in zip(sizes.items(), ends, strict=True):
         begin_epoch(config.parallel_config.experts_file, EPOCH, step)
@@ -211,21 +221,25 @@ def test_models_that_engines_cannot_share_are_refused(
         worker.load_model()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"enable_lora": True}, "--enable-lora: adapters cannot be .*, or --enable-expert-parallel with --data-para"),
-        ({"speculative_config": {"model": "PATH", "num_speculative_tokens": 2}}, "a model or a class that drafts"),
-    ],
-)
-def test_what_engines_that_share_experts_cannot_do_is_refused(
-    flags: dict[str, Any], message: str, tiny_checkpoint: MakeCheckpoint
+def test_adapters_change_all_but_the_experts(
+    tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also when the number of engines changes; those of the experts are refused."""
+    path, targets = tiny_checkpoint("mixtral"), targets_of(tiny_checkpoint("mixtral"))
+    own = {name: target for name, target in targets.items() if ".experts." not in name}
+    adapters = [write_whole_adapter(tmp_path / f"{rank}", own, rank, i) for i, rank in enumerate((5, 36), start=1)]
+    logits, _, _ = run_together(path, 1, library, monkeypatch, dtype="bfloat16", adapters=adapters)
+    flags = {"dtype": "bfloat16", "enable_lora": True}
+    worker = run_resized(path, 2, {2: 3}, list(logits), adapters, **flags)[0]
+    refused = AdapterLoad(write_whole_adapter(tmp_path / "whole", targets, 5, 3), 0)
+    with pytest.raises(ClientError, match="whose experts several engines share"):
+        worker.load_adapter(refused).result(60)
+
+
+def test_drafters_that_engines_which_share_experts_cannot_have_are_refused(tiny_checkpoint: MakeCheckpoint) -> None:
     path = tiny_checkpoint("mixtral")
-    if "speculative_config" in flags:
-        flags = {"speculative_config": {**flags["speculative_config"], "model": str(path)}}
-    with pytest.raises(ConfigError, match=message):
-        make_workers(path, 2, **flags)
+    with pytest.raises(ConfigError, match="a model or a class that drafts"):
+        make_workers(path, 2, speculative_config={"model": str(path), "num_speculative_tokens": 2})
 
 
 def test_the_torch_kernels_share_experts_too(
