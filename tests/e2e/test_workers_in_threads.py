@@ -173,7 +173,7 @@ def test_heads_draft_as_for_one_worker(
         return proposals
 
     monkeypatch.setattr(HiddenHead, "propose", log)
-    for layout in ("", "shared layers") if eagle3 else ("", *LAYOUTS):
+    for layout in ("", *LAYOUTS):
         drafts.clear()
         with engine(path, layout, **flags) as llm:
             found.append((drafted(llm), drafts.copy()))
@@ -181,16 +181,6 @@ def test_heads_draft_as_for_one_worker(
     (_, numbers), logged = found[0]
     assert len(logged) > 20
     assert is_random or numbers["spec_decode_num_accepted_tokens"] > 10
-
-
-def test_eagle3_needs_all_layers_in_one_stage(tmp_path: Path, tiny_checkpoint: MakeCheckpoint) -> None:
-    path = tiny_checkpoint("llama")
-    config = {"model": str(make_head(tmp_path / "EAGLE3-head", path, eagle3=True, is_random=True))}
-    with (
-        pytest.raises(ConfigError, match="eagle3: such a head reads states of layers in earlier stages"),
-        engine(path, "stages", speculative_config={**config, "num_speculative_tokens": 3}),
-    ):
-        pass
 
 
 def test_a_head_reads_new_weights_of_its_target(tmp_path: Path, constructed_target: Path) -> None:

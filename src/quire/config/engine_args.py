@@ -17,7 +17,7 @@ from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import TRANSFORMERS, ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
 from quire.config.speculative import SpeculativeConfig, resolve_drafting
-from quire.config.speculators import EAGLE3, find_verifier
+from quire.config.speculators import find_verifier
 from quire.config.vllm_flags import settle_vllm_flags, vllm_flags
 from quire.errors import ConfigError, UnknownArgumentError, nearest
 from quire.logger import init_logger
@@ -284,7 +284,7 @@ def _check_transfer(config: EngineConfig) -> None:
 
 def _check_parallel(config: EngineConfig) -> None:
     """Raises ConfigError for what several workers of an engine, or engines that share experts, cannot do yet."""
-    parallel, model, drafting = config.parallel_config, config.model_config, config.speculative_config.drafting
+    parallel, model = config.parallel_config, config.model_config
     remedy = f"the {parallel.world_size} workers of --tensor-parallel-size and --pipeline-parallel-size"
     if parallel.shares_experts:
         remedy = f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size}"
@@ -292,11 +292,6 @@ def _check_parallel(config: EngineConfig) -> None:
         return
     why = {
         **(_sharing_refusals(config) if parallel.shares_experts else {}),
-        f"--spec-method {drafting and drafting.method}": drafting is not None
-        and drafting.method == EAGLE3
-        and parallel.pipeline_parallel_size > 1
-        and "such a head reads states of layers in earlier stages, which the last one does not have yet; eagle, "
-        "draft_model, ngram and suffix draft for stages, and eagle3 with --tensor-parallel-size alone",
         f"an encoder ({model.hf_config.architecture})": model.hf_config.is_encoder
         and "texts that are seen whole cannot be divided yet; only decoders can be",
         f"the code of transformers, which {model.hf_config.architecture} needs": model.implementation.name

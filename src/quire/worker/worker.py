@@ -48,6 +48,7 @@ from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.profiler import WorkerProfiler
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs
 from quire.worker.spec_decode.drafter import ModelDrafter
+from quire.worker.spec_decode.hidden_head import tap_for_another
 from quire.worker.spec_decode.speculation import Speculation, follow_warm_up, make_speculation
 
 logger = init_logger(__name__)
@@ -255,6 +256,8 @@ class Worker:
         drafting = self.config.speculative_config.drafting
         if drafting is not None and self.rank == self._topology.output_rank:  # the others get drafts with the step
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
+        elif drafting is not None:
+            tap_for_another(self.config, drafting, loaded.model, self._sharding)
         if self._draft_model is not None:
             self.loaded.append(self._draft_model.loaded)
             if self._draft_model.ends is not None:

@@ -45,7 +45,9 @@ class Decoder(nn.Module):
                 for name, rope in spec.ropes.items()
             }
         )
-        self.layer_inputs = None if spec.layer_input_size is None else LayerInputs(hf, spec, spec.layer_input_size)
+        self.layer_inputs: nn.Module | None = None
+        if spec.layer_input_size is not None:
+            self.layer_inputs = LayerInputs(hf, spec, spec.layer_input_size)
         block = BLOCKS[spec.block]
         self.layers = nn.ModuleList(block(hf, spec, layer, f"model.layers.{i}") for i, layer in enumerate(spec.layers))
         self.own_layers = range(len(spec.layers))
@@ -56,27 +58,28 @@ class Decoder(nn.Module):
         self.keep_tap: Callable[[Tensor], Tensor] | None = None
         """Copies such inputs, where later layers write in their place; None: they stay."""
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None, rows: Tensor | None = None
-    ) -> States:
+    def forward(self, input_ids: Tensor, positions: Tensor, *received: Tensor) -> States:
         """input_ids, positions: [num_tokens] to [num_tokens, hidden]; with taps, that and the residual stream before
         each of those layers.
 
-        A stage of a pipeline gets `hidden` and `rows`, the results of the stage before: the residual stream, and the
-        inputs of all layers where there are some. All but the last return them.
+        A stage of a pipeline gets in `received` the results of the stage before: the residual stream, the inputs of all
+        layers where there are some, and what was tapped. All but the last return them.
         """
-        x = self._embed(input_ids, positions) if hidden is None else hidden
+        x, *tapped = received or (self._embed(input_ids, positions),)
         rotations = {name: rope(positions) for name, rope in self.ropes.items()}
-        if rows is None and isinstance(self.layer_inputs, LayerInputs):
-            rows = self.layer_inputs(input_ids, x)  # [num_tokens, num_layers * size]
+        rows: Tensor | None = None  # [num_tokens, num_layers * size]
+        if isinstance(self.layer_inputs, LayerInputs):
+            rows = self.layer_inputs(input_ids, x)
+        elif self.layer_inputs is not None:
+            rows, *tapped = tapped
         inputs = [()] * len(self.layers) if rows is None else split_inputs(rows, len(self.layers))
-        tapped = []
         for i in self.own_layers:
             if i in self.taps:
                 tapped.append(x if self.keep_tap is None else self.keep_tap(x))
             x = self.layers[i](x, rotations, *inputs[i])
         if isinstance(self.norm, Elsewhere):
-            return x if rows is None else (x, rows)
+            rest = tapped if rows is None else [rows, *tapped]
+            return (x, *rest) if rest else x
         normed: Tensor = self.norm(x)
         return (normed, *tapped) if self.taps else normed
 

@@ -16,13 +16,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config.engine import EngineConfig
+from quire.config.speculative import HEADS, Drafting
+from quire.config.speculators import aux_layers
 from quire.worker.attention.backend import set_forward_context
 from quire.worker.attention.layer import Attention
 from quire.worker.loader import LoadedModel, ModelWeights, WeightCache, load_head, load_weights
-from quire.worker.loader.shards import Ends
+from quire.worker.loader.shards import Ends, Sharding
 from quire.worker.sample.kernel import Ids
 from quire.worker.spec_decode.draft_kv import DraftKV, Span
 from quire.worker.spec_decode.drafter import NO_PROPOSAL, DrafterContext, DraftRow, Proposal, TargetStep
+
+
+def set_taps(target: Any, taps: tuple[int, ...], sharding: Sharding | None) -> None:
+    """Makes a target, or a worker's part of it, return the inputs of layers `taps`."""
+    target.model.taps = taps
+    if sharding is not None and sharding.collectives is not None:
+        target.model.keep_tap = sharding.collectives.copy
+
+
+def tap_for_another(config: EngineConfig, drafting: Drafting, target: Any, sharding: Sharding | None) -> None:
+    """Makes a stage before the last pass on what a head reads that drafts in another worker."""
+    if drafting.method in HEADS and sharding is not None and sharding.stage is not None and not sharding.stage.is_last:
+        assert drafting.model is not None, "it names the head"
+        set_taps(target, aux_layers(drafting.model.hf_config, config.model_config.hf_config), sharding)
 
 
 class HiddenHead:
@@ -43,10 +60,7 @@ class HiddenHead:
         self._head = load_head(model, config.load_config, placement, whole, config.model_config, cache)
         weights = ModelWeights(self._head, model, config.load_config, placement, cache)
         self.loaded = LoadedModel(self._head, weights, cache)
-        if self._head.taps:
-            target.model.taps = self._head.taps
-            if sharding is not None and sharding.collectives is not None:
-                target.model.keep_tap = sharding.collectives.copy
+        set_taps(target, self._head.taps, sharding)
         self._context, self._device = context, placement.device
         self.layers = [module for module in self._head.modules() if isinstance(module, Attention)]
         self._read = context.runner.backend.for_one_worker().plan_steps(self._head)
