@@ -99,10 +99,10 @@ async def measure_kill(model: Path, directory: Path) -> None:
         await asyncio.sleep(1.0)
         pid, lengths = client.core_pid, [LIVE_TOKENS + len(stream.stamps) for stream in streams]
         assert pid is not None
-        hits = value("vllm:external_prefix_cache_hits")
+        hits, restarts = value("vllm:external_prefix_cache_hits"), value("quire_engine_restarts")
         killed_at = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
-        while client.core_pid == pid or not client.is_ready:
+        while value("quire_engine_restarts") == restarts or not client.is_ready:
             await asyncio.sleep(0.001)
         ready_at = time.perf_counter()
         while any(stream.stamps[-1] < ready_at for stream in streams):
@@ -294,7 +294,7 @@ def measure_index(directory: Path) -> None:
     index.scan()
     again_s = time.perf_counter() - start
     assert index.num_blocks == NUM_INDEXED, index.num_blocks
-    request: Any = SimpleNamespace(num_tokens=8192, block_hashes=[*chain, bytes(32)])
+    request: Any = SimpleNamespace(num_tokens=8192, block_hashes=[*chain, bytes(32)], lora_request=None)
     specs = [FullAttentionSpec(BLOCK_SIZE, 2, 64)]
     times = []
     for _ in range(200):
