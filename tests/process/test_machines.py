@@ -34,6 +34,7 @@ def fields(tmp_path: Path) -> dict[str, Any]:
     key.write_text(make_fleet_key())
     key.chmod(0o600)
     sizes = {"max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "enable_lora": True}
+    sizes["engine_link_timeout_s"] = 1.0
     return {**sizes, "nnodes": 2, "master_port": free_ports(2), "fleet_key": str(key)}
 
 
@@ -49,7 +50,7 @@ def machine(fields: dict[str, Any]) -> Iterator[BackgroundProgram]:
 
 
 @pytest.mark.slow  # calls and deaths are in test_worker_hub.py, bits in test_net.py
-@pytest.mark.parametrize("victim", ["worker", "machine"])
+@pytest.mark.parametrize("victim", ["worker", "machine", "link"])
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_death_on_another_machine_costs_no_token(
     size: str, victim: str, fields: dict[str, Any], expected: list[list[int]], adapter: LoRARequest
@@ -69,9 +70,12 @@ async def killed(fields: dict[str, Any], victim: str, expected: list[list[int]],
         (theirs,) = workers_of(node.process.pid)
         if victim == "worker":
             os.kill(theirs, signal.SIGKILL)
-        else:
+        elif victim == "machine":
             node.process.kill()
+        else:
+            node.process.send_signal(signal.SIGSTOP)  # its end of the link falls silent
         await wait_for(lambda: client.counts["worker_deaths.killed"] == 1)
+        node.process.send_signal(signal.SIGCONT)
         await wait_for(lambda: not is_running(theirs))
         if victim == "machine":
             node = stack.enter_context(machine(fields))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -30,7 +31,7 @@ from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from quire.wire.nodes import make_fleet_key, read_fleet_key
-from quire.wire.worker_link import Abort, WorkersHello, WorkersWelcome
+from quire.wire.worker_link import Abort, WorkersHello, WorkersRefusal, WorkersWelcome
 
 from .test_multiproc import is_gone, step
 
@@ -177,12 +178,12 @@ def test_a_fault_anywhere_ends_the_step_everywhere(fault: str, machines: Callabl
             ServerError, match=r"worker 1 on machine 1 was killed by SIGKILL|another worker of the step"
         ):
             executor.execute_model(step(fault))
-        assert failed.wait(5)
+        assert failed.wait(60)
         assert executor.worker_end is WorkerEnd.KILLED
     else:
         with pytest.raises(ModelLoadError, match=f"rank {fault[-1]} has a fault"):
             executor.execute_model(step(fault))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50, "no worker waits for its time limit"
     former = node.pids
     executor.shutdown()
     executor = both.executor()
@@ -198,7 +199,7 @@ def test_a_machine_that_leaves_is_missed_and_comes_back(machines: Callable[..., 
     executor, failed = both.executor(), threading.Event()
     executor.register_failure_callback(failed.set)
     both.end()
-    assert failed.wait(10)
+    assert failed.wait(60)
     with pytest.raises(ServerError, match=r"worker 1 is gone: machine 1 \(.*\) was ended"):
         executor.check_health()
     executor.shutdown()
@@ -224,7 +225,7 @@ def test_the_end_of_a_connection_ends_both_sides(machines: Callable[..., Machine
     assert all(map(is_gone, former))
     for worker in executor._workers_here.workers:
         os.kill(worker.pid, signal.SIGKILL)
-    assert failed.wait(5)
+    assert failed.wait(60)
     executor._hub = None
     executor.shutdown()
     for remote in hub.workers:
@@ -259,29 +260,39 @@ def test_a_machine_that_does_not_fit_is_refused_by_name(
         worker.end()
 
 
-def test_only_one_machine_has_a_number(machines: Callable[..., Machines]) -> None:
-    three = machines(tensor_parallel_size=2)
-    three.begin()
-    executor = three.executor()
-    three.begin()
-    wait_for(lambda: three.errors)
-    with pytest.raises(ConfigError, match="machine 1 is here already"):
-        raise three.errors[0]
-    assert executor.execute_model(step()) == ModelRunnerOutput(["r"], [[0]]), "the first one serves on"
-    executor.shutdown()
+def make_hello(machines: Machines, **fields: Any) -> WorkersHello:
+    hello = WorkersHello(PROTOCOL_VERSION, 1, 2, worker_hub.describe_workers(machines.config(1)), "host", b"7")
+    return msgspec.structs.replace(hello, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"program": b"8"}, "machine 1 is here already: host; give another --node-rank"),
+        ({"node": 2}, "--node-rank 2 is none of 1 to 1"),
+        ({"protocol_version": 0}, "its protocol version is 0, here .*; run the same version of Quire"),
+    ],
+)
+def test_a_number_is_given_once(fields: dict[str, Any], message: str, machines: Callable[..., Machines]) -> None:
+    both = machines()
+    table = worker_hub.MachineTable(both.config(0), [1, 1])
+    assert isinstance(table.greet(b"a", make_hello(both)), WorkersWelcome)
+    refusal = table.greet(b"b", make_hello(both, **fields))
+    assert isinstance(refusal, WorkersRefusal)
+    assert re.match(message, refusal.message)
+    assert table.find(b"a") == 1, "the first one serves on"
 
 
 def test_a_machine_that_connects_anew_has_lost_its_workers(machines: Callable[..., Machines]) -> None:
     """Its program must not end: the next life of the engine lets it in."""
-    table = worker_hub.MachineTable(machines().config(0), [1, 1])
-    hello = WorkersHello(PROTOCOL_VERSION, 1, 2, worker_hub.describe_workers(machines().config(0)), "host", b"7")
+    both = machines()
+    table, hello = worker_hub.MachineTable(both.config(0), [1, 1]), make_hello(both)
     assert isinstance(table.greet(b"a", hello), WorkersWelcome)
     assert (table.greet(b"a", hello), table.find_former(b"a", hello)) == (None, None), "it has said so twice"
     assert table.find_former(b"b", hello) == 1
+    assert table.find_former(b"b", make_hello(both, program=b"8")) is None, "another program"
     table.nodes[1].is_lost = True
     assert (table.greet(b"b", hello), table.find(b"b"), table.find_former(b"b", hello)) == (None, None, None)
-    table.nodes[1].is_lost = False
-    assert table.find_former(b"b", msgspec.structs.replace(hello, program=b"8")) is None, "another program"
 
 
 def test_another_key_is_no_way_in(

@@ -91,7 +91,7 @@ def test_an_abort_ends_the_wait_for_another_machine() -> None:
         start = time.monotonic()
         with pytest.raises(BarrierError, match="another worker of the step has failed") as first:
             own.ready()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         gone.set()
         return str(first.value)
 
