@@ -23,6 +23,7 @@ from quire.wire.engine_core import (
     FinishReason,
     UtilityOutput,
 )
+from quire.wire.exchange import ExchangeHead
 from quire.wire.execution import (
     CachedRequestData,
     DraftTokenIds,
@@ -107,6 +108,20 @@ from quire.wire.stats import (
 from quire.wire.topology import Group, GroupKind, Topology
 from quire.wire.trace import PhaseTrace, StepTrace, TraceWindow
 from quire.wire.worker_calls import LateAnswer, TransferReport, WorkerCall, WorkerReply
+from quire.wire.worker_link import (
+    Abort,
+    AnswerFrames,
+    Beat,
+    CallFrames,
+    LateFrames,
+    LinkEnd,
+    StateFrames,
+    WorkerGone,
+    WorkerNetwork,
+    WorkersHello,
+    WorkersRefusal,
+    WorkersWelcome,
+)
 
 CURVE_KEYS = CurveKeys(b"p" * 40, b"s" * 40, b"o" * 40, 5.0)
 CORE_END = CoreEnd(2, "crash", "was killed by SIGSEGV", ["0_request"], True, True)
@@ -396,6 +411,19 @@ FULL: dict[str, Any] = {
     "NodeUnknown": NodeUnknown(),
     "CoreOrder": CORE_ORDER,
     "HeadReport": HeadReport([CORE_ORDER], 2048, True, True, True),
+    "WorkersHello": WorkersHello(3, 1, 2, {"--dtype": "float32"}, "far", b"program"),
+    "WorkersRefusal": WorkersRefusal("no"),
+    "WorkersWelcome": WorkersWelcome(b"config", b"session", [2, 2], 1),
+    "CallFrames": CallFrames(),
+    "AnswerFrames": AnswerFrames(1),
+    "LateFrames": LateFrames(),
+    "StateFrames": StateFrames(1),
+    "Abort": Abort(),
+    "WorkerGone": WorkerGone(1, "was killed by SIGSEGV", 2),
+    "Beat": Beat(),
+    "LinkEnd": LinkEnd(),
+    "WorkerNetwork": WorkerNetwork("tcp://10.0.0.1:29502", b"key", b"session", [2, 2], 1, 5.0, 2),
+    "ExchangeHead": ExchangeHead(b"session", 7, [3, 1]),
     "BaseCacheStats": BaseCacheStats(True, 1, 2, 3, 4, 5, 6),
     "PrefixCacheStats": PREFIX_STATS,
     "KVCacheEvictionEvent": EVICTION,
