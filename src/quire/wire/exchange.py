@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+import zmq
 
 from quire.errors import ServerError
 from quire.wire.serial import Frame
@@ -43,15 +44,18 @@ class HostExchange:
         """Waits until all have met. `check` raises if another worker has failed; `limit_s`: how late one may be."""
         self._network, self._check, self._limit_s = network, check, limit_s
         self._is_hub, self._others = network.share == 0, len(network.parts) - 1
-        self._round = 0
+        self._round, self._has_met = 0, False
         self._peers = dict[int, bytes]()
         """The identity of each machine's socket, at the hub."""
         identity = None if self._is_hub else self._identity(network.share)
         self._end = SecureEnd(
             network.address, network.fleet_key, network.silence_s, bind=self._is_hub, identity=identity
         )
+        self._monitor = None if self._is_hub else self._end.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        """Shows that the hub is gone; a hub learns of the others from the executor."""
         try:
             self._meet()
+            self._has_met = True
         except BaseException:
             self.close()
             raise
@@ -78,6 +82,8 @@ class HostExchange:
         socket = self._end.socket
         while not socket.poll(CHECK_MS):
             self._check()
+            if self._has_met and self._monitor is not None and self._monitor.poll(0):
+                raise ExchangeLostError("the connection to the first machine's workers has ended")
             if time.monotonic() > deadline:
                 raise ExchangeLostError(f"the workers of another machine {why} in time")
         return socket.recv_multipart()
@@ -119,4 +125,7 @@ class HostExchange:
 
     def close(self) -> None:
         """Closes the connections."""
+        if self._monitor is not None:
+            self._end.socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._end.close()

@@ -98,6 +98,17 @@ def test_an_abort_ends_the_wait_for_another_machine() -> None:
     assert together((1, 1), work)[0] == "gone"
 
 
+def test_the_end_of_the_connection_is_an_error_at_once() -> None:
+    def work(own: NetCollectives) -> None:
+        if own.group.index == 0:
+            own.close()
+            return
+        with pytest.raises(BarrierError, match="the connection to the first machine's workers has ended"):
+            own.ready()
+
+    together((1, 1), work)
+
+
 def test_a_machine_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net, "TIMEOUT_MS", 100)
     done = threading.Event()
