@@ -145,8 +145,8 @@ class ParallelConfig:
     master_port: int = flag(29501, "Port of machine 0 of --nnodes.", **_PORT)
     distributed_executor_backend: str | None = flag(
         None,
-        "Executor: uni (the worker lives in the engine's process), mp (workers are processes), ray (Ray places them), "
-        "or package.module:Class. Default: uni for one worker, else mp.",
+        "Executor: uni (one worker, in the engine's process), mp (workers are processes), ray (Ray places them), or "
+        "package.module:Class. Default: uni or mp.",
     )
     enable_elastic_ep: bool = flag(
         False, "Begin with one engine of a mixture, to which others can be added that share its experts."

@@ -33,6 +33,7 @@ from quire.worker.kernels.registry import choose_kernels
 from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 from quire.worker.loader import Placement, load_weights
 from quire.worker.loader.shards import Sharding
+from quire.worker.loader.standby import StandbyExperts, make_pool
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
@@ -43,7 +44,6 @@ from quire.worker.parallel.plan import Stage
 from quire.worker.parallel.pool import ExpertsPool, PooledRunner
 from quire.worker.parallel.shm import ShmCollectives
 from quire.worker.parallel.stages import StageRunner
-from quire.worker.parallel.standby import StandbyExperts, make_pool
 from quire.worker.parallel.tokens import TokenExchange
 from quire.worker.profiler import WorkerProfiler
 from quire.worker.spec_decode.draft_kv import draft_kv_cache_specs

@@ -53,7 +53,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, num_threads: int) -
     return NativeKernels(Context(library, num_threads, instruction_set))
 
 
-TRIAL = "import sys, quire.worker.lean_torch; from quire.worker.kernels.trial import main; sys.exit(main())"
+TRIAL = "import sys, quire.worker.lean_torch; from quire.worker.kernel_trial import main; sys.exit(main())"
 ON_TRIAL = frozenset({"amx"})
 """Instruction sets that few of our machines have. `QUIRE_CPU_KERNELS` uses one of them without a trial."""
 TIMEOUT_S = 120.0

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import ServerError
-from quire.failpoints import failpoint
 from quire.wire.exchange import ExchangeLostError, HostExchange
 from quire.wire.shared_memory import is_aborted
 from quire.wire.topology import Group, GroupKind
@@ -78,7 +77,7 @@ class NetCollectives(ShmCollectives):
         return buffer
 
     def ready(self, written: Sequence[Written] = ()) -> None:
-        failpoint("worker.barrier", str(self.group.rank))
+        self._reach()
         self._check()
         notes = [self._describe(each) for each in written]
         if self._here.size > 1:

@@ -29,7 +29,7 @@ from quire.worker.parallel.shm import SharedBuffers, spin_time
 
 
 class Standby(Protocol):
-    """The experts of the next group: worker/parallel/standby.py."""
+    """The experts of the next group: worker/loader/standby.py."""
 
     def discard(self) -> None:
         """Frees them."""

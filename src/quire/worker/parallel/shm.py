@@ -75,8 +75,11 @@ class ShmCollectives(Collectives):
         return self._buffers.get(name, shape, dtype)
 
     def ready(self, written: Sequence[Written] = ()) -> None:
-        failpoint("worker.barrier", str(self.group.rank))
+        self._reach()
         self._barrier()
+
+    def _reach(self) -> None:
+        failpoint("worker.barrier", str(self.group.rank))
 
     def agree(self, value: int) -> int:
         self._votes[self.group.index] = value

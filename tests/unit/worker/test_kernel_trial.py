@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.worker import kernel_trial as trial
 from quire.worker.attention.native_backend import NativeAttentionBackend
-from quire.worker.kernels import registry, trial
+from quire.worker.kernel_trial import CHECKS, compare
+from quire.worker.kernels import registry
 from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.library import Context, NativeLibrary
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.specs import LinearSpec
-from quire.worker.kernels.trial import CHECKS, compare
 from quire.worker.quantization.weight import QuantizedWeight
 
 

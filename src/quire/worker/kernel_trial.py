@@ -1,4 +1,4 @@
-"""Compares an instruction set on this CPU with the next one: `python -m quire.worker.kernels.trial amx avx512`
+"""Compares an instruction set on this CPU with the next one: `python -m quire.worker.kernel_trial amx avx512`
 
 Both compute a small fixed set of products, and attention, which must agree within rounding. Each row of the first,
 alone and among others, must be the same to the bit. The trial is a process of its own, because kernels that this CPU
