@@ -13,6 +13,23 @@ namespace {
 constexpr int64_t TILE_ROWS = 16, TILE_INPUTS = 32, HALF_INPUTS = 16, TILE_SUMS = 4;
 constexpr int64_t KEY_STRIDE = 64, SCORE_STRIDE = CHUNK * sizeof(float), WEIGHT_STRIDE = CHUNK * sizeof(bf16);
 
+// Adds to sums 0 to COUNT - 1: tile `rows` times what lies at place(0), place(1), ..., each by way of tile `other`.
+#define QK_DOT_EACH(COUNT, rows, other, place, stride) \
+    QK_TILE_LOAD(other, place(0), stride);             \
+    QK_TILE_DOT_BF16(0, rows, other);                  \
+    if (COUNT > 1) {                                   \
+        QK_TILE_LOAD(other, place(1), stride);         \
+        QK_TILE_DOT_BF16(1, rows, other);              \
+    }                                                  \
+    if (COUNT > 2) {                                   \
+        QK_TILE_LOAD(other, place(2), stride);         \
+        QK_TILE_DOT_BF16(2, rows, other);              \
+    }                                                  \
+    if (COUNT > 3) {                                   \
+        QK_TILE_LOAD(other, place(3), stride);         \
+        QK_TILE_DOT_BF16(3, rows, other);              \
+    }
+
 class TileProducts {
   public:
     using E = bf16;
@@ -88,74 +105,37 @@ class TileProducts {
 
     template <int GROUPS>
     static void multiply_keys(const E* q, int64_t size, const E* const* keys, float* scores) {
-        QK_TILE_ZERO(0);
-        if (GROUPS > 1) QK_TILE_ZERO(1);
-        if (GROUPS > 2) QK_TILE_ZERO(2);
-        if (GROUPS > 3) QK_TILE_ZERO(3);
+        clear<GROUPS>();
         int64_t i = 0;
+        const auto group = [&](int n) { return keys[n] + i * KEYS; };
         for (; i + TILE_INPUTS <= size; i += TILE_INPUTS) {
             QK_TILE_LOAD(4, q + i, size * sizeof(E));
-            QK_TILE_LOAD(6, keys[0] + i * KEYS, KEY_STRIDE);
-            QK_TILE_DOT_BF16(0, 4, 6);
-            if (GROUPS > 1) {
-                QK_TILE_LOAD(6, keys[1] + i * KEYS, KEY_STRIDE);
-                QK_TILE_DOT_BF16(1, 4, 6);
-            }
-            if (GROUPS > 2) {
-                QK_TILE_LOAD(6, keys[2] + i * KEYS, KEY_STRIDE);
-                QK_TILE_DOT_BF16(2, 4, 6);
-            }
-            if (GROUPS > 3) {
-                QK_TILE_LOAD(6, keys[3] + i * KEYS, KEY_STRIDE);
-                QK_TILE_DOT_BF16(3, 4, 6);
-            }
+            QK_DOT_EACH(GROUPS, 4, 6, group, KEY_STRIDE)
         }
         if (i < size) {
             QK_TILE_LOAD(5, q + i, size * sizeof(E));
-            QK_TILE_LOAD(7, keys[0] + i * KEYS, KEY_STRIDE);
-            QK_TILE_DOT_BF16(0, 5, 7);
-            if (GROUPS > 1) {
-                QK_TILE_LOAD(7, keys[1] + i * KEYS, KEY_STRIDE);
-                QK_TILE_DOT_BF16(1, 5, 7);
-            }
-            if (GROUPS > 2) {
-                QK_TILE_LOAD(7, keys[2] + i * KEYS, KEY_STRIDE);
-                QK_TILE_DOT_BF16(2, 5, 7);
-            }
-            if (GROUPS > 3) {
-                QK_TILE_LOAD(7, keys[3] + i * KEYS, KEY_STRIDE);
-                QK_TILE_DOT_BF16(3, 5, 7);
-            }
+            QK_DOT_EACH(GROUPS, 5, 7, group, KEY_STRIDE)
         }
         store<GROUPS>(scores, SCORE_STRIDE);
     }
 
     template <int BLOCKS>
     static void multiply_values(const E* weights, const ChunkView<Bf16Dot>& view, int64_t width, int64_t at, float* sums) {
-        const int64_t stride = width * Bf16Dot::step * sizeof(E);
-        QK_TILE_ZERO(0);
-        if (BLOCKS > 1) QK_TILE_ZERO(1);
-        if (BLOCKS > 2) QK_TILE_ZERO(2);
-        if (BLOCKS > 3) QK_TILE_ZERO(3);
+        clear<BLOCKS>();
         for (int64_t g = view.first_group; g < view.num_groups; ++g) {
-            const E* values = view.values[g] + at * Bf16Dot::step;
+            const auto block = [&](int n) { return view.values[g] + (at + n * KEYS) * Bf16Dot::step; };
             QK_TILE_LOAD(5, weights + g * KEYS, WEIGHT_STRIDE);
-            QK_TILE_LOAD(7, values, stride);
-            QK_TILE_DOT_BF16(0, 5, 7);
-            if (BLOCKS > 1) {
-                QK_TILE_LOAD(7, values + 32, stride);
-                QK_TILE_DOT_BF16(1, 5, 7);
-            }
-            if (BLOCKS > 2) {
-                QK_TILE_LOAD(7, values + 64, stride);
-                QK_TILE_DOT_BF16(2, 5, 7);
-            }
-            if (BLOCKS > 3) {
-                QK_TILE_LOAD(7, values + 96, stride);
-                QK_TILE_DOT_BF16(3, 5, 7);
-            }
+            QK_DOT_EACH(BLOCKS, 5, 7, block, width * Bf16Dot::step * sizeof(E))
         }
         store<BLOCKS>(sums, width * sizeof(float));
+    }
+
+    template <int COUNT>
+    static void clear() {
+        QK_TILE_ZERO(0);
+        if (COUNT > 1) QK_TILE_ZERO(1);
+        if (COUNT > 2) QK_TILE_ZERO(2);
+        if (COUNT > 3) QK_TILE_ZERO(3);
     }
 
     template <int COUNT>
