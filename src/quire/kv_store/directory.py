@@ -128,15 +128,21 @@ class StoreDirectory:
     def list_extents(self) -> list[ExtentFile]:
         """Returns the extents that are private files of this user."""
         found = []
-        with os.scandir(self.descriptor) as entries:
-            for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match is None:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-                        found.append(_describe(entry.name, match["namespace"], status))
+        # A descriptor of its own: two threads that read by one share its position, and each misses what the other got.
+        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.descriptor)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    match = _NAME.fullmatch(entry.name)
+                    if match is None:
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        is_file = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+                        if is_file and status.st_uid == os.geteuid():
+                            found.append(_describe(entry.name, match["namespace"], status))
+        finally:
+            os.close(descriptor)
         return found
 
     def load_table(self, extent: ExtentFile) -> Table | None:

@@ -82,6 +82,14 @@ def test_one_process_at_a_time_makes_room(tmp_path: Path, monkeypatch: pytest.Mo
         other.create_extent(FINGERPRINT).seal()
 
 
+def test_a_listing_misses_nothing_that_another_has_got(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    store.create_extent(FINGERPRINT)
+    with os.scandir(store.descriptor) as another:
+        next(another)
+        assert len(store.list_extents()) == 1
+
+
 def test_what_was_used_outlives_what_was_not() -> None:
     files = [extent("old"), extent("used", used=5, written=1), extent("new", written=7, used=7)]
     assert [file.name for file in eviction_order(files, 100)] == ["old", "new", "used"]
