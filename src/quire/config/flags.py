@@ -160,20 +160,22 @@ def flags_of(owner: type) -> list[FlagSpec]:
 
 
 def parse_human_int(text: str) -> int:
-    """Parses '4k' = 4000, '4K' = 4096, '1.5m', '2G', plain integers; '-1' and 'auto' both give -1: chosen
+    """Parses '4k' = 4000, '4K' = '4KiB' = 4096, '1.5m', '2G', plain integers; '-1' and 'auto' both give -1: chosen
     automatically.
 
-    Lower-case suffixes are decimal, upper-case ones binary, as vLLM's flags have them.
+    Lower-case suffixes are decimal, upper-case ones binary, as vLLM's flags have them; with iB they are binary.
     """
     if text == "auto":
         return -1
     scale = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    if text.endswith(("KiB", "MiB", "GiB", "TiB")):
+        text = text[:-2]
     factor = scale.get(text[-1:], 1)
     digits = text[:-1] if factor != 1 else text
     try:
         return int(digits) * factor if factor == 1 else int(float(digits) * factor)
     except ValueError:
-        raise ConfigError(f"{text!r} is not a number; write 4096, 4k (decimal) or 4K (binary)") from None
+        raise ConfigError(f"{text!r} is not a number; write 4096, 4k (decimal), 4K or 4KiB (binary)") from None
 
 
 def parse_json_object(text: str) -> dict[str, Any]:

@@ -44,13 +44,16 @@ def test_range_and_choices() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2G", 2 * 2**30), ("auto", -1), ("-1", -1)],
+    [
+        *[("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2G", 2 * 2**30), ("auto", -1), ("-1", -1)],
+        *[("4KiB", 4096), ("1.5MiB", 3 * 2**19), ("10GiB", 10 * 2**30)],
+    ],
 )
 def test_an_integer_may_have_a_unit(text: str, value: int) -> None:
     assert parse_human_int(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "4x", "1.5", "four"])
+@pytest.mark.parametrize("text", ["", "k", "4x", "1.5", "four", "iB", "GiB", "4kiB"])
 def test_human_int_refuses(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a number"):
         parse_human_int(text)
