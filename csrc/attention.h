@@ -216,8 +216,8 @@ struct Tile {
 // `Products` computes what has most of the operations (attention.cpp with vectors, attention_amx.cpp with tiles), for one thread:
 //   score(view, queries, size, rows, scores)                  scores [rows, CHUNK] of queries [rows, size] and the keys of `view`
 //   accumulate(view, next_keys, weights, rows, width, sums)   sums [rows, width] of its values, weighted; next_keys may be fetched
-// WHOLE_GROUPS: it needs zeros in the place of values that were not written. TILE_QUERIES: rows (a query token times a head of its
-// group) that share what is read of a chunk.
+// WHOLE_GROUPS: `accumulate` reads all 16 values of a group, so those that were not written must be zeros.
+// TILE_QUERIES: rows (a query token times a head of its group) that share what is read of a chunk.
 template <class D, class Products>
 class Attention {
   public:

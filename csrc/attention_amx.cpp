@@ -1,7 +1,8 @@
 // bfloat16 attention on AMX: up to 16 rows by 16 keys, or by 16 elements of values, in each tile register.
 //
-// Register use: sums in 0-3, rows in 4 (32 elements of queries) or 5 (16 weights, or the last 16 elements of queries), keys in 6 or 7,
-// values in 7. A group of 16 keys is one tile of each block of values: half a tile, but groups lie anywhere in memory.
+// Register use: sums in 0-3, rows in 4 (32 elements of queries) or 5 (16 weights, or the last 16 elements of queries), keys in 6 (32
+// elements) or 7 (the last 16), values in 7. Values of a group of 16 keys fill half a tile. Two groups would fill one only if they
+// were neighbours in memory, and the pages that hold them are not.
 #include "amx.h"
 #include "attention.h"
 

@@ -43,7 +43,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         PeerScheduler.check_config(of_peers)
 
     def may_transfer(self, request: Request) -> bool:
-        return any(part.may_transfer(request) for part in self._parts.values())
+        return self._store.may_transfer(request)  # peers refuse what they cannot take when they are asked
 
     # -- loads -------------------------------------------------------------------------------------------------
 
@@ -54,8 +54,6 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
         matches: list[ExternalMatch] = []
         for name, part in self._parts.items():
-            if not part.may_transfer(request):
-                continue
             match = part.get_num_new_matched_tokens(request, num_computed_tokens)
             if match is None:
                 return None
@@ -74,7 +72,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     # -- saves and leases --------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        return self._store.may_transfer(request) and self._store.wants_saves(request)
+        return self._store.wants_saves(request)
 
     def seconds_to_save(self) -> float:
         return self._store.seconds_to_save()
@@ -86,7 +84,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._store.on_save_finished(order, result)
 
     def name_lease(self, request: Request) -> str | None:
-        return self._peers.name_lease(request) if self._peers.may_transfer(request) else None
+        return self._peers.name_lease(request)
 
     def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
         return self._peers.make_transfer_params(request, lease, num_tokens)
