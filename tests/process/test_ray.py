@@ -184,9 +184,16 @@ def test_engines_whose_workers_ray_places(
 
 
 def test_several_engines_need_a_cluster_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="there is no Ray cluster that the engines could share; start one"):
-        make_llm(pipeline_parallel_size=2, data_parallel_size=2, distributed_executor_backend="ray")
+    from quire.on_ray.executor import RayExecutor
+
+    def init(address: str | None, **_: Any) -> None:
+        raise ConnectionError(f"none by {address}")
+
+    monkeypatch.setattr(ray, "init", init)
+    executor = object.__new__(RayExecutor)
+    executor._num_engines = 2
+    with pytest.raises(ConfigError, match=r"no Ray cluster that the engines could share \(none by auto\); start one"):
+        executor._join_cluster()
 
 
 def test_an_engine_without_room_in_the_cluster_is_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class RayExecutor(MultiprocExecutor):
         except ConnectionError as e:
             raise ConfigError(
                 f"--data-parallel-size {self._num_engines} with --distributed-executor-backend ray: there is no Ray "
-                "cluster that the engines could share; start one (ray start --head), or set RAY_ADDRESS"
+                f"cluster that the engines could share ({e}); start one (ray start --head), or set RAY_ADDRESS"
             ) from e
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_term)  # Ray has set its own, which would end a core in the middle
