@@ -208,7 +208,7 @@ class BlockSaver:
             self.sent[save_id] = order
         return orders
 
-    def end(self, result: SaveResult, now: float) -> None:
+    def end(self, result: SaveResult, ended_at: float) -> None:
         """Takes in the end of a save. One that is not known has ended before."""
         order = self.sent.pop(result.save_id, None)
         if order is None:
@@ -218,7 +218,7 @@ class BlockSaver:
         self._connector.on_save_finished(order, result)
         self.counts.num_saved += result.num_saved
         if result.num_saved:
-            self.counts.save_lags.append(now - self._computed_at[id(order)])
+            self.counts.save_lags.append(ended_at - self._computed_at[id(order)])
         if result.num_saved < len(order.blocks):
             reason = "pins" if result.outcome in ("cancelled", "unknown") else result.reason or "error"
             self.counts.num_dropped[reason] += len(order.blocks) - result.num_saved

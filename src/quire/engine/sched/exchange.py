@@ -179,6 +179,7 @@ class KVExchange(NoExchange, AdmissionGate):
         self.gates = (self,)
         self._alarm_at = NEVER
         self.connector, self.link, self.clock = connector, link, clock
+        link.clock = lambda: self.clock()
         self.loader = BlockLoader(connector, manager, cost)
         self.saver = BlockSaver(connector, manager, max_pinned_blocks)
         self.leases = BlockLeases(manager)
@@ -292,12 +293,12 @@ class KVExchange(NoExchange, AdmissionGate):
             self.saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
-        for report in self.link.take():
+        for came_at, report in self.link.take():
             self.connector.update_connector_output(report)
             for load_id, num_verified in report.progress.items():
                 self.loader.note_progress(load_id, num_verified, self.clock())
             for save in report.saves:
-                self.saver.end(save, self.clock())
+                self.saver.end(save, came_at)
                 self.leases.end(save)
             for result in report.loads:
                 ended = self.loader.end(result, self.clock())
