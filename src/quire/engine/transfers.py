@@ -42,8 +42,8 @@ class TransferLink:
         return bool(self._reports)
 
     def take(self) -> list[tuple[float, KVConnectorOutput]]:
-        """Returns the reports since the last call, each with the time at which it came: the loop may have been busy with
-        a step since."""
+        """Returns the reports since the last call, each with the time at which it came: the loop may have been busy
+        since."""
         reports: list[tuple[float, KVConnectorOutput]] = []
         while self._reports:
             reports.append(self._reports.popleft())
