@@ -114,20 +114,21 @@ class BlockSaver:
 
     def _add(self, part: FullBlocks, step: int, blocks: list[SavedBlock], now: float) -> None:
         request = part.request
-        is_wanted = self._connector.may_transfer(request) and self._connector.wants_saves(request)
+        connector, filled_by = self._connector, self._filled_by
+        is_wanted = connector.may_transfer(request) and connector.wants_saves(request)
         hashes, stored = request.block_hashes, stored_hashes(request, self._manager.block_size)
         adapter = request.report.adapter_digest
         for group_id, table in enumerate(part.tables):
             for index, block in enumerate(table, start=part.start):
-                if self._filled_by.get(block.block_id) != step:
+                if filled_by.get(block.block_id) != step:
                     continue  # it was given to another request, and filled again by a later step
-                del self._filled_by[block.block_id]
+                del filled_by[block.block_id]
                 content, block_hash = block.content, hashes[index] if index < len(hashes) else None
                 if content is None or block_hash is None or not _has_content(block, block_hash) or not is_wanted:
                     continue
-                keys = stored_extra_keys(content.extra_keys, adapter)
+                keys = content.extra_keys and stored_extra_keys(content.extra_keys, adapter)
                 key = BlockKey(stored[index], stored[index - 1] if index else None, content.token_ids, keys)
-                if not self._has_pin(blocks) or self._connector.seconds_to_save() > 0:
+                if not self._has_pin(blocks) or connector.seconds_to_save() > 0:
                     self._postpone(block, _Postponed(group_id, block_hash, key, now))
                 elif self._offer(SavedBlock(group_id, block.block_id, key), blocks):
                     self.counts.num_begun += 1
@@ -208,7 +209,7 @@ class BlockSaver:
             self.sent[save_id] = order
         return orders
 
-    def end(self, result: SaveResult, now: float) -> None:
+    def end(self, result: SaveResult, ended_at: float) -> None:
         """Takes in the end of a save. One that is not known has ended before."""
         order = self.sent.pop(result.save_id, None)
         if order is None:
@@ -218,7 +219,7 @@ class BlockSaver:
         self._connector.on_save_finished(order, result)
         self.counts.num_saved += result.num_saved
         if result.num_saved:
-            self.counts.save_lags.append(now - self._computed_at[id(order)])
+            self.counts.save_lags.append(ended_at - self._computed_at[id(order)])
         if result.num_saved < len(order.blocks):
             reason = "pins" if result.outcome in ("cancelled", "unknown") else result.reason or "error"
             self.counts.num_dropped[reason] += len(order.blocks) - result.num_saved
@@ -266,4 +267,4 @@ class BlockSaver:
 
 def _has_content(block: KVCacheBlock, digest: bytes) -> bool:
     """Returns whether a block can be hit as the one with this digest, in its group."""
-    return block.block_hash is not None and block.block_hash[:-4] == digest
+    return block.block_hash is not None and block.block_hash.startswith(digest)  # the group's number follows

@@ -47,6 +47,8 @@ class WriteBudget:
 
     def seconds_left(self) -> float:
         """Returns the seconds until some bytes are left; 0: there are now."""
+        if self._left > 0:
+            return 0.0
         now = self._clock()
         self._left = min(float(self._rate), self._left + (now - self._ts) * self._rate)
         self._ts = now
@@ -77,7 +79,9 @@ class StoreScheduler(KVConnectorScheduler):
         """Number of times that the weights were replaced."""
         self._had_namespace = False
         self._saved: dict[tuple[int, bytes], float] = {}
-        """Blocks that were ordered to be written lately, and when; the oldest first."""
+        """Blocks that were ordered to be written lately, and when."""
+        self._forget_ts = float("-inf")
+        """Time at which those of `_saved` that were ordered long ago are forgotten."""
         self._rest_ts = float("-inf")
         self._is_resetting = False
 
@@ -159,8 +163,9 @@ class StoreScheduler(KVConnectorScheduler):
         now = time.monotonic()
         if self._index is None or now < self._rest_ts:
             return False
-        while self._saved and next(iter(self._saved.values())) < now - SAVED_S:
-            del self._saved[next(iter(self._saved))]
+        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
+            self._forget_ts = now + 1.0
+            self._saved = {name: ts for name, ts in self._saved.items() if ts >= now - SAVED_S}
         name = (group_id, key.digest)
         if name in self._saved or self._index.contains(key.digest, group_id):
             return False

@@ -179,6 +179,7 @@ class KVExchange(NoExchange, AdmissionGate):
         self.gates = (self,)
         self._alarm_at = NEVER
         self.connector, self.link, self.clock = connector, link, clock
+        link.clock = lambda: self.clock()
         self.loader = BlockLoader(connector, manager, cost)
         self.saver = BlockSaver(connector, manager, max_pinned_blocks)
         self.leases = BlockLeases(manager)
@@ -196,6 +197,8 @@ class KVExchange(NoExchange, AdmissionGate):
         self._steps = _Steps()
         self._ids = count(1)
         self._stats = KVTransferStats()
+        self._reported: tuple[int, ...] = ()
+        """What the last statistics were made of, counts apart."""
 
     @classmethod
     def from_config(
@@ -237,6 +240,10 @@ class KVExchange(NoExchange, AdmissionGate):
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
+        state = (self._manager.held.num_changes, len(self.loader.active), *self.connector.count_stored())
+        if state == self._reported and not self._has_counted():
+            return  # nearly all steps
+        self._reported = state
         new, self._stats = self._stats, KVTransferStats()
         saver, loader, leases = self.saver, self.loader, self.leases
         new.num_loads_in_flight = len(loader.active)
@@ -249,8 +256,23 @@ class KVExchange(NoExchange, AdmissionGate):
         new.num_waiting_saves = saver.count_waiting()
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
         new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
-        new.num_stored_blocks, new.num_stored_bytes = self.connector.count_stored()
+        *_, new.num_stored_blocks, new.num_stored_bytes = state
         stats.kv_transfer = new
+
+    def _has_counted(self) -> bool:
+        """Returns whether there is anything that the last statistics did not contain, besides states."""
+        own, saves = self._stats, self.saver.counts
+        return bool(
+            saves.num_begun
+            or saves.num_saved
+            or saves.num_dropped
+            or own.num_loads_begun
+            or own.num_loads
+            or own.prefix_cache_stats.requests
+            or own.prefix_cache_stats.preempted_requests
+            or self.loader.records.num_read
+            or self.leases.num_ended
+        )
 
     def on_new_request(self, request: Request) -> None:
         self.connector.on_new_request(request)
@@ -262,12 +284,11 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @property
     def has_news(self) -> bool:
-        loader, saver, leases = self.loader, self.saver, self.leases
+        saver, leases = self.saver, self.leases
         return (
             self.link.has_reports
-            or bool(loader.cancels or saver.cancels or saver.unsent or self._deferred)
-            or bool(leases.cancels or leases.unsent)
-            or loader.can_send(self._steps.num_received)
+            or bool(self._has_cancels or saver.unsent or leases.unsent or self._deferred)
+            or self.loader.can_send(self._steps.num_received)
             or self.clock() >= self._next_deadline
         )
 
@@ -276,11 +297,13 @@ class KVExchange(NoExchange, AdmissionGate):
         return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at())
 
     def begin_round(self) -> None:
-        is_room_awaited = None in self._waits.values()
-        self._take_reports()
-        for request in self._deferred:
-            self._waits.pop(request, None)
-        self._deferred.clear()
+        is_room_awaited = bool(self._waits) and None in self._waits.values()
+        if self.link.has_reports:
+            self._take_reports()
+        if self._deferred:
+            for request in self._deferred:
+                self._waits.pop(request, None)
+            self._deferred.clear()
         now = self.clock()
         if now >= self._next_deadline:
             self.saver.give_up(now)
@@ -292,12 +315,12 @@ class KVExchange(NoExchange, AdmissionGate):
             self.saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
-        for report in self.link.take():
+        for came_at, report in self.link.take():
             self.connector.update_connector_output(report)
             for load_id, num_verified in report.progress.items():
                 self.loader.note_progress(load_id, num_verified, self.clock())
             for save in report.saves:
-                self.saver.end(save, self.clock())
+                self.saver.end(save, came_at)
                 self.leases.end(save)
             for result in report.loads:
                 ended = self.loader.end(result, self.clock())
@@ -422,22 +445,23 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- steps -------------------------------------------------------------------------------------------------
 
     def on_sent(self, output: SchedulerOutput) -> None:
-        now = self.clock()
+        now, loader, saver, leases = self.clock(), self.loader, self.saver, self.leases
         self._steps.send(now)
-        self.saver.note_scheduled(self._steps.num_sent)
-        loads, saves = self.loader.send(self._ids, self._steps.num_received, now), self.saver.send(self._ids)
+        saver.note_scheduled(self._steps.num_sent)
+        loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else []
         self.connector.on_step(output)
-        orders = KVConnectorMetadata(
-            loads=loads,
-            saves=saves + self.leases.send(self._ids),
-            cancels=self._take_cancels(),
-            params=self.connector.build_connector_meta(),
-        )
-        if orders:
-            output.kv_connector_metadata = orders
-        if self._alarm_at != self._next_deadline:
-            self._alarm_at = self._next_deadline
-            self.link.set_alarm(self._alarm_at - now)
+        params = self.connector.build_connector_meta()
+        if loads or saver.unsent or leases.unsent or params or self._has_cancels:
+            saves = saver.send(self._ids) + leases.send(self._ids)
+            output.kv_connector_metadata = KVConnectorMetadata(loads, saves, self._take_cancels(), params)
+        deadline = self._next_deadline
+        if self._alarm_at != deadline:
+            self._alarm_at = deadline
+            self.link.set_alarm(deadline - now)
+
+    @property
+    def _has_cancels(self) -> bool:
+        return bool(self.loader.cancels or self.saver.cancels or self.leases.cancels)
 
     def _take_cancels(self) -> list[int]:
         cancels = self.loader.cancels + self.saver.cancels + self.leases.cancels

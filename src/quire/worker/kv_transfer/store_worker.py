@@ -103,6 +103,10 @@ class _IOThreads:
     def _run_saves(self) -> None:
         lower_priority()
         writer = StoreWriter(self._directory)
+
+        def is_awaited() -> bool:
+            return not self.saves.empty()
+
         task: Save | Namespace | None
         while not self._is_stopping:
             try:
@@ -113,7 +117,7 @@ class _IOThreads:
             if task is None:
                 break
             if isinstance(task, Save):
-                task.run(writer)
+                task.run(writer, is_awaited)
             else:
                 _guard(writer.seal)
                 _guard(partial(self._delete, task.fingerprint))

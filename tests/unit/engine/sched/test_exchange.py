@@ -517,6 +517,17 @@ def test_pins_have_a_bound_and_what_exceeds_it_is_saved_later(tier: FakeTier) ->
     assert engine.transfers.save_lags[0] == 3.0
 
 
+def test_a_save_ends_when_its_report_comes_and_not_when_the_loop_takes_it(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.add("a")
+    engine.step(2)
+    engine.clock.now += 1.5
+    engine.move()
+    engine.clock.now += 3.0  # a step that takes long
+    engine.finish()
+    assert engine.transfers.save_lags[0] == 1.5
+
+
 def postpone(tier: FakeTier, **options: Any) -> Engine:
     """An engine with an ended request, whose blocks are in memory; the store could not take them."""
     engine = Engine(tier, **options)

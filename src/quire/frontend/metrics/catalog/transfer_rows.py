@@ -92,9 +92,10 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         name="kv_saves_dropped",
         kind="counter",
         help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed. "
-        "evicted: postponed for too long. present: postponed, and stored meanwhile. full: the store or the disk.",
+        "evicted: postponed for too long. present: postponed, and stored meanwhile. full: the store or the disk. "
+        "rate: the store is slower than the engine.",
         labels=("reason",),
-        known=each(("pins", "evicted", "present", "full", "error")),
+        known=each(("pins", "evicted", "present", "full", "error", "rate")),
         samples=lambda transfers: labelled(transfers.num_dropped_blocks),
     ),
     of_transfers(
