@@ -207,7 +207,7 @@ PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1}, (1.5, 2.5))
 TRANSFER_STATS = KVTransferStats(
     *(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9, {"broken": 10}),
-    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9),
+    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9, {"disk": {"ok": 1}}),
 )
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),

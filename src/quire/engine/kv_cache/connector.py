@@ -31,8 +31,8 @@ class ExternalMatch(NamedTuple):
     num_tokens: int
     """Whole blocks. All groups have what a token after them reads."""
     source: str = "external_unspecified"
-    """Label of metrics: host, p2p, disk, external_unspecified. It is also what is measured, and rested when it stalls;
-    of several with one label, each has a name after a colon."""
+    """Label of metrics: host, p2p, remote, disk, external_unspecified. It is also what is measured, and rested when it
+    stalls; of several with one label, each has a name after a colon."""
     params: dict[str, Any] | None = None
     """Sent to the worker half with the load."""
 

@@ -39,8 +39,8 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
         of_store, of_peers = _configs(config)
+        PeerScheduler.check_config(of_peers)  # the store makes a key, which a block server would not know
         StoreScheduler.check_config(of_store)
-        PeerScheduler.check_config(of_peers)
 
     def may_transfer(self, request: Request) -> bool:
         return self._store.may_transfer(request)  # peers refuse what they cannot take when they are asked
@@ -52,13 +52,16 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
 
     def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+        """Does not wait for what peers have if the store has all that can be loaded."""
+        all_tokens = (request.num_tokens - 1) // self.block_size * self.block_size - num_computed_tokens
         matches: list[ExternalMatch] = []
         for name, part in self._parts.items():
-            match = part.get_num_new_matched_tokens(request, num_computed_tokens)
-            if match is None:
+            found = part.find_matches(request, num_computed_tokens)
+            if found is None and all(match.num_tokens < all_tokens for match in matches):
                 return None
-            if match.num_tokens:
-                matches.append(match._replace(params={**(match.params or {}), PART: name}))
+            matches += [
+                match._replace(params={**(match.params or {}), PART: name}) for match in found or () if match.num_tokens
+            ]
         return matches
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:

@@ -36,6 +36,10 @@ logger = init_logger(__name__)
 
 LET_GO_S = 1.0
 """Seconds that a reset waits for transfers to end."""
+_TIERS = {"p2p": "peer"}
+"""Tiers of sources that have another name."""
+_LABELS = {"remote": "p2p"}
+"""The same for the labels of vLLM's metric, which has none for block servers."""
 PREFILL_TOKENS = 32
 """Steps of so many tokens, and of so many per request, show what computing prompts costs."""
 
@@ -362,14 +366,16 @@ class KVExchange(NoExchange, AdmissionGate):
     def _end(self, load: Load, num_blocks: int, outcome: str) -> None:
         """Nothing waits for a load any more: it has ended, or was given up."""
         request = load.request
-        loads = self._stats.num_loads
-        loads[outcome] = loads.get(outcome, 0) + 1
+        source = load.order.source.partition(":")[0]
+        tier = _TIERS.get(source, source)
+        for loads in (self._stats.num_loads, self._stats.num_tier_loads.setdefault(tier, {})):
+            loads[outcome] = loads.get(outcome, 0) + 1
         if not request.is_finished:
             num_tokens = num_blocks * self._manager.block_size
             self._loaded.setdefault(request, []).append((load, num_tokens))
             if num_blocks:
-                by_source, source = request.report.external_by_source, load.order.source.partition(":")[0]
-                by_source[source] = by_source.get(source, 0) + num_tokens
+                by_source, label = request.report.external_by_source, _LABELS.get(source, source)
+                by_source[label] = by_source.get(label, 0) + num_tokens
         if num_blocks:
             now = self.clock()
             self._stats.load_seconds.append(now - load.began)
