@@ -16,6 +16,7 @@ from quire.engine.kv_cache.loader import BlockLoader
 from quire.errors import ServerError
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import open_extent, read_header
 from quire.kv_store.index import StoreIndex
 from quire.kv_store.peer.server import BlockServer, DirectorySource, Record
 from quire.testing.metrics_audit import MetricsAudit
@@ -333,6 +334,44 @@ def test_a_remote_store_has_the_bits_of_what_is_computed(
         assert audited(llm).value("quire_kv_loads_begun") == 2
     server.close()
     store.close()
+
+
+def test_an_audit_compares_what_was_computed_with_what_is_stored(tmp_path: Path) -> None:
+    """Computes all blocks that could be read; they have the bits of the stored ones. One that has others is not read
+    any more."""
+    model, directory = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2"), tmp_path / "store"
+    with engine(model, directory) as llm:
+        expected, _ = answer(llm)
+    extra = {"path": str(directory), "max_bytes": 1 << 30, "audit_share": 1.0}
+    auditing = {"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+    def audit() -> dict[str, float]:
+        with engine(model, None, kv_transfer_config=auditing) as llm:
+            assert answer(llm) == (expected, 0)
+            while not (found := audited(llm)).value("quire_kv_audited_blocks"):
+                make_step(llm)
+            return {o: found.value("quire_kv_audited_blocks", o) for o in ("same", "differs", "skipped")}
+
+    all_same = audit()
+    assert all_same["same"] >= NUM_STORED, "two groups, of which one may have dropped blocks"
+    assert all_same["differs"] == all_same["skipped"] == 0
+    store = StoreDirectory.open(directory, 1 << 30)
+    (extent,) = store.list_extents()
+    table = store.load_table(extent)
+    assert table is not None
+    entry, descriptor = table.entries[3], open_extent(store.descriptor, extent.name)
+    header = read_header(descriptor, entry.offset)
+    payload = bytearray(os.pread(descriptor, entry.payload_bytes, entry.offset + entry.head_bytes))
+    os.close(descriptor)
+    payload[7] ^= 1
+    writer = store.create_extent(table.fingerprint)
+    writer.append(header, [memoryview(payload)])
+    writer.seal()
+    assert audit() == {"same": all_same["same"] - 1, "differs": 1, "skipped": 0}
+    assert [found.name for found in store.list_extents()] == [extent.name]
+    store.close()
+    with engine(model, directory) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -97,6 +97,7 @@ _STORE_BOUNDS = {
         FieldBound("max_write_bytes_per_s", "int", 1, 1 << 40),
         FieldBound("max_pinned_share", "float", 0.0, 0.9),
         FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
+        FieldBound("audit_share", "float", 0.0, 1.0),
         FieldBound("min_load_tokens", "int", 1, 1 << 30),
         FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
         FieldBound("load_bias", "float", 0.0, 1e9),
@@ -166,6 +167,8 @@ class KVTransferConfig:
     """A load may be predicted to take so many times as long as computing."""
     max_pinned_share: float = 0.05
     """Largest share of the blocks that may wait to be saved."""
+    audit_share: float = 0.0
+    """Share of the loads that are computed instead, and compared."""
     load_timeout_s: float = 2.0
     """A load without progress for so many seconds is given up."""
 
@@ -239,6 +242,7 @@ class KVTransferConfig:
             min_load_tokens=peers.min_load_tokens,
             load_bias=peers.load_bias,
             max_pinned_share=store.max_pinned_share,
+            audit_share=store.audit_share,
         )
 
     def _settle_json(self, values: Mapping[str, Any]) -> KVTransferConfig:
@@ -311,7 +315,9 @@ class KVTransferConfig:
 
     def _with_connector(self, name: str, keys: dict[str, Any]) -> KVTransferConfig:
         """Returns the configuration with a connector; keys that all connectors have are taken out of its own."""
-        defaults = {key: getattr(self, key) for key in ("min_load_tokens", "load_bias", "max_pinned_share")}
+        defaults = {
+            key: getattr(self, key) for key in ("min_load_tokens", "load_bias", "max_pinned_share", "audit_share")
+        }
         if "kv_recompute_threshold" in keys:
             keys["min_load_tokens"] = keys.pop("kv_recompute_threshold")
         tuned = {key: keys.pop(key, value) for key, value in defaults.items()}

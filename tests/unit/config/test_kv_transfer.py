@@ -200,8 +200,10 @@ def test_the_server_of_another_machines_store(tmp_path: Path) -> None:
     assert (both.kv_connector, [part.kv_role for part in both.parts]) == (BOTH, ["kv_both", "kv_consumer"])
     assert both.parts[1].kv_connector_extra_config["tiers"] == ["ipc:///run/kv"]
     assert {part.kv_connector_extra_config["path"] for part in both.parts} == {str(tmp_path)}
-    given = settle(kv_connector=STORE, **extra(path="x", tiers=[REMOTE], load_bias=2.0, max_pinned_share=0.1))
-    assert (given.kv_connector, given.load_bias, given.max_pinned_share) == (BOTH, 2.0, 0.1)
+    own = {"load_bias": 2.0, "max_pinned_share": 0.1, "audit_share": 0.5}
+    given = settle(kv_connector=STORE, **extra(path="x", tiers=[REMOTE], **own))
+    assert (given.kv_connector, {name: getattr(given, name) for name in own}) == (BOTH, own)
+    assert given.parts[0].audit_share == 0.5
     peers = {**NIXL, **extra(tiers=["tcp://a:1"])}
     for flags in ({}, store):
         args = EngineArgs("demo", kv_store_remote=REMOTE, kv_transfer_config=peers, **flags)
@@ -229,6 +231,10 @@ def test_the_server_of_another_machines_store(tmp_path: Path) -> None:
                 "kv_store_remote": REMOTE,
             },
             "--kv-store-remote: kv_connector ForeignConnector has its own sources",
+        ),
+        (
+            {"kv_transfer_config": NIXL | {"kv_connector": STORE} | extra(path="x", audit_share=2)},
+            "audit_share must be in",
         ),
         ({"kv_transfer_config": NIXL | extra(tiers=["b"])}, "'b' is no address of a block server"),
         ({"kv_transfer_config": NIXL | {"kv_connector": STORE} | extra(path="x", tiers=3)}, "tiers must be a list"),

@@ -52,7 +52,8 @@ class _Asked:
 
     def join(self) -> dict[str, int]:
         """Returns what the servers have for all workers."""
-        common = set.intersection(*(set(answer) for answer in self.answers.values()))
+        first, *others = self.answers.values()
+        common = [address for address in first if all(address in answer for answer in others)]
         bits = {
             address: [int.from_bytes(one[address], "little") for one in self.answers.values()] for address in common
         }

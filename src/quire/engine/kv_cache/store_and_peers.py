@@ -17,7 +17,7 @@ from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.request import Request
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
 
 PART = "part"
 
@@ -34,6 +34,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         of_store, of_peers = _configs(config)
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
+        self.audits = self._store.audits
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
     @classmethod
@@ -85,6 +86,12 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         self._store.on_save_finished(order, result)
+
+    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+        return self._store.plan_audit(blocks)
+
+    def on_difference(self, block: SavedBlock) -> None:
+        self._store.on_difference(block)
 
     def name_lease(self, request: Request) -> str | None:
         return self._peers.name_lease(request)

@@ -14,7 +14,7 @@ from itertools import count
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
-from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
@@ -229,6 +229,8 @@ class KVExchange(NoExchange, AdmissionGate):
         if load is not None:
             self._abandon(load, "cancelled")
         if request.is_finished:
+            if self.connector.audits is not None:
+                self.connector.audits.end(request)
             self._lease(request)
             self.connector.request_finished(request)
 
@@ -250,7 +252,7 @@ class KVExchange(NoExchange, AdmissionGate):
         counts, saver.counts = saver.counts, SaveCounts()
         new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
-        new.num_waiting_saves = saver.count_waiting()
+        new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
         new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
         new.num_stored_blocks, new.num_stored_bytes = self.connector.count_stored()
@@ -333,7 +335,7 @@ class KVExchange(NoExchange, AdmissionGate):
         now, used = self.clock(), {load.order.source for load, _ in self._loaded.get(request, ())}
         matches = [match for match in matches if match.source not in used]
         match = self.loader.choose(request, num_hits, matches, now)
-        if match is None:
+        if match is None or self._begins_audit(request, match, first):
             self._declined = request, num_hits
             return False
         reserved_blocks += self._manager.count_blocks_to_come(running)
@@ -346,8 +348,14 @@ class KVExchange(NoExchange, AdmissionGate):
         request.await_load()
         return True
 
+    def _begins_audit(self, request: Request, match: ExternalMatch, first: int) -> bool:
+        audits = self.connector.audits
+        return audits is not None and audits.begins(request, match, first, match.num_tokens // self._manager.block_size)
+
     def _may_load(self, request: Request) -> bool:
-        """Returns whether a request has not loaded yet, or may load what another source has."""
+        """Returns whether a request has not loaded yet, or may load what another source has, and is not audited."""
+        if self.connector.audits is not None and self.connector.audits.positions_of(request):
+            return False
         loaded = self._loaded.get(request)
         if not loaded:
             return True

@@ -74,6 +74,15 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         samples=lambda transfers: labelled(transfers.num_rejected_records),
     ),
     of_transfers(
+        name="kv_audited_blocks",
+        kind="counter",
+        help="KV blocks that audit_share had computed instead of read, by outcome of the comparison with the store. "
+        "skipped: not compared, because it was gone or unreadable, or too many waited.",
+        labels=("outcome",),
+        known=each(("same", "differs", "skipped")),
+        samples=lambda transfers: labelled(transfers.num_audited_blocks),
+    ),
+    of_transfers(
         name="kv_saves_begun",
         kind="counter",
         help="KV blocks that were to be saved. They are those that were saved, that were dropped, and that wait.",
