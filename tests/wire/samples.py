@@ -207,7 +207,7 @@ PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1}, (1.5, 2.5))
 TRANSFER_STATS = KVTransferStats(
     *(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9, {"broken": 10}),
-    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9),
+    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9, {"disk": {"ok": 1}}, {"same": 1}),
 )
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
@@ -260,7 +260,7 @@ LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
 SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
 TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "lease")], [6], {"x": 1})
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
-SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
+SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io", [2])
 
 TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1)
 FULL: dict[str, Any] = {
@@ -334,7 +334,7 @@ FULL: dict[str, Any] = {
     "BlockKey": BLOCK_KEY,
     "LoadOrder": LOAD_ORDER,
     "SavedBlock": SAVED_BLOCK,
-    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease"),
+    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease", {"x": 1}),
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
 from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.request import Request
@@ -21,11 +22,21 @@ from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    REJECTIONS,
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SaveOrder,
+    SaveResult,
+)
 
 logger = init_logger(__name__)
 
 MAX_WRITE_BYTES_PER_S = 200_000_000
+SOURCE = "disk"
 NO_PLACE = -1
 SAVED_S = 5.0
 """Time for which a block is taken as written before a scan has found it."""
@@ -84,6 +95,7 @@ class StoreScheduler(KVConnectorScheduler):
         """Time at which those of `_saved` that were ordered long ago are forgotten."""
         self._rest_ts = float("-inf")
         self._is_resetting = False
+        self.audits = LoadAudits(transfer.audit_share, SOURCE) if transfer.audit_share else None
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -103,7 +115,7 @@ class StoreScheduler(KVConnectorScheduler):
         )
         if not num_tokens or not self._are_provable(request, index, num_computed_tokens, num_tokens):
             return NO_MATCH
-        return ExternalMatch(num_tokens, "disk")
+        return ExternalMatch(num_tokens, SOURCE)
 
     def _are_provable(self, request: Request, index: PartsIndex, num_computed_tokens: int, num_tokens: int) -> bool:
         """Returns whether each block has a record of some group: its tokens are compared even where none is loaded."""
@@ -115,9 +127,20 @@ class StoreScheduler(KVConnectorScheduler):
         return all(any(index.contains(digest, g) for g in groups) for digest in hashes)
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        index, groups = self._index, range(len(self.specs))
-        found = [[None if index is None else index.find(key.digest, g) for key in order.keys] for g in groups]
-        parts = []
+        groups = range(len(self.specs))
+        order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
+
+    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+        return self._locate([[(block.key.digest, block.group_id) for block in blocks]])
+
+    def on_difference(self, block: SavedBlock) -> None:
+        if self._index is not None:
+            self._index.forget(block.key.digest, block.group_id)
+
+    def _locate(self, rows: Sequence[Sequence[tuple[bytes, int]]]) -> dict[str, Any]:
+        """Returns where the records of blocks (digest, group) are, for each worker."""
+        index, parts = self._index, []
+        found = [[None if index is None else index.find(*block) for block in row] for row in rows]
         for rank in range(self._num_workers):
             numbers: dict[str, int] = {}
             places = [
@@ -130,7 +153,7 @@ class StoreScheduler(KVConnectorScheduler):
                 for row in found
             ]
             parts.append({"extents": list(numbers), "places": places})
-        order.params = {"parts": parts}
+        return {"parts": parts}
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
         if self._index is None:
