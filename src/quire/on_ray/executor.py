@@ -101,7 +101,7 @@ class RayExecutor(MultiprocExecutor):
             port = free.getsockname()[1]
         parallel = dataclasses.replace(self.config.parallel_config, master_addr=ip, master_port=port)
         config = dataclasses.replace(self.config, parallel_config=parallel)
-        hub = WorkerHub(config, key, parts, self._late.theirs.send)
+        hub = WorkerHub(config, key, parts, self._late.theirs.send, self._waiter.bell)
         try:
             self._start_actors(config, key, len(parts))
         except BaseException:
