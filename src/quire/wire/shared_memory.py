@@ -62,10 +62,13 @@ def make_group_file(path: Path) -> None:
     path.chmod(0o600)
 
 
-EPOCH_BYTES, _NUM_EPOCHS = 1 << 13, 8
+EPOCH_BYTES, _NUM_EPOCHS = 1 << 13, 1 << 20
 EPOCHS_BYTES = _NUM_EPOCHS * EPOCH_BYTES
 """Beginning of a group's part of the file of engines that share experts: the words of their barriers. Each epoch of the
-group, from the time that all engines are there to the first that is not, has words of its own; buffers follow."""
+group, from the time that all engines are there to the first that is not, has words of its own; buffers follow. It is
+address space: engines of several machines clear no words, because none could do that for all of its machine."""
+_LAST_EPOCH = 8
+"""Place of the number of the last epoch that the machine knows of, in the line of an abort word that is not used."""
 _NUM_GENERATIONS = 4
 """Groups that have a part of the file at a time: one that computes, one that is prepared, and such as were given up."""
 
@@ -100,6 +103,15 @@ def begin_epoch(fd: int, epoch: int, generation: int = 0) -> None:
 def end_epoch(fd: int, epoch: int, generation: int = 0) -> None:
     """Makes every barrier of an epoch fail."""
     os.pwrite(fd, (1).to_bytes(4, sys.byteorder), generation_start(generation) + epoch_start(epoch))
+
+
+def note_epoch(fd: int, epoch: int, generation: int = 0) -> int:
+    """Records that there is an epoch of this number. Returns the greatest so far."""
+    place = generation_start(generation) + _LAST_EPOCH
+    last = int.from_bytes(os.pread(fd, 8, place), sys.byteorder)
+    if epoch > last:
+        os.pwrite(fd, epoch.to_bytes(8, sys.byteorder), place)
+    return max(last, epoch)
 
 
 def has_epoch_ended(fd: int, epoch: int, generation: int = 0) -> bool:

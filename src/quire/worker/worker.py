@@ -26,6 +26,7 @@ from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.ring import WorkerLinks
 from quire.wire.shared_memory import WORKERS_FILE_BYTES
 from quire.wire.topology import Group, GroupKind, Topology
+from quire.wire.worker_link import WorkerNetwork
 from quire.worker import host, platform
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.registry import make_attention_backend
@@ -135,10 +136,11 @@ class Worker:
             return NetCollectives(file, self.group, self.kernels, rows, network, num_threads=threads)
         return ShmCollectives(file, self.group, self.kernels, rows, num_threads=threads, start=start)
 
-    def join_engines(self, epoch: int) -> None:
-        """Computes the steps that follow with all engines that share experts: they are in this epoch of their group."""
+    def join_engines(self, epoch: int, network: WorkerNetwork | None = None) -> None:
+        """Computes the steps that follow with all engines that share experts: they are in this epoch of their group,
+        on the machines of `network` if there are several."""
         assert self._pool is not None, "the engine shares experts"
-        self._pool.join(epoch)
+        self._pool.join(epoch, network)
 
     def prepare_experts(self, num_engines: int, generation: int) -> Future[None]:
         """Begins to read the experts that this engine will have among another number of engines. They are in memory

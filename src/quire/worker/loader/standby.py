@@ -102,5 +102,5 @@ def make_pool(config: EngineConfig, device: torch.device, kernels: Kernels, max_
         raise ConfigError("--enable-expert-parallel: this engine was started without the others of its group")
     topology = Topology(dp=parallel.data_parallel_size, expert_parallel=True)
     group = topology.group(GroupKind.EXPERT, parallel.engine_index)
-    file, threads = parallel.experts_file, torch.get_num_threads() * parallel.data_parallel_size
+    file, threads = parallel.experts_file, torch.get_num_threads() * len(parallel.machine_engines)
     return ExpertsPool(file, group, kernels, max_rows, num_threads=threads, generation=parallel.experts_generation)

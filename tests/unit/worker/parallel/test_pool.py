@@ -25,7 +25,7 @@ from quire.worker.worker import Worker
 from tests.checkpoints import MakeCheckpoint
 
 from .test_adapters import targets_of, write_whole_adapter
-from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, run_together, use_native_kernels
+from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, make_networks, run_together, use_native_kernels
 
 Plan = tuple[tuple[int, ...], tuple[int, int]]
 """An engine's prompts, and the dummy steps before and after its own."""
@@ -47,42 +47,53 @@ RESIZES: dict[str, tuple[int, dict[int, int]]] = {
 """Number of engines at first, and from which step on there are others."""
 
 
-def make_workers(path: Path, size: int, **flags: Any) -> list[Worker]:
-    config, fd = make_config(path, data_parallel_size=size, enable_expert_parallel=True, **flags), make_experts_file()
-    begin_epoch(fd, EPOCH)
-    parallel = config.parallel_config
-    return [
-        Worker(
-            dataclasses.replace(config, parallel_config=dataclasses.replace(parallel, engine_index=i, experts_file=fd))
-        )
-        for i in range(size)
-    ]
+def make_workers(path: Path, size: int, parts: Sequence[int] | None = None, **flags: Any) -> list[Worker]:
+    """`parts`: numbers of engines on each machine, which has a file of its own; None: there is one."""
+    config, workers = make_config(path, data_parallel_size=size, enable_expert_parallel=True, **flags), list[Worker]()
+    for count in parts or [size]:
+        fd = make_experts_file()
+        begin_epoch(fd, EPOCH)
+        for _ in range(count):
+            parallel = dataclasses.replace(config.parallel_config, engine_index=len(workers), experts_file=fd)
+            workers.append(Worker(dataclasses.replace(config, parallel_config=parallel)))
+    return workers
 
 
-def run_engines(workers: list[Worker], plans: list[Plan]) -> list[Run]:
+def run_engines(workers: list[Worker], plans: list[Plan], parts: Sequence[int] | None = None) -> list[Run]:
     sampled: list[list[Future[list[list[int]]]]] = [[Future() for _ in range(OUTPUT_LEN)] for _ in workers]
+    networks: list[Any] = [None] * len(workers)
+    if parts is not None:
+        networks = [network for network in make_networks(parts) for _ in network.ranks()]
     return in_threads(
         [
-            Run(worker, own, prompts, lambda worker=worker: worker.join_engines(EPOCH), dummies)  # type: ignore[misc]
-            for worker, own, (prompts, dummies) in zip(workers, sampled, plans, strict=True)
+            Run(worker, own, prompts, partial(worker.join_engines, EPOCH, network), dummies)
+            for worker, own, (prompts, dummies), network in zip(workers, sampled, plans, networks, strict=True)
         ]
     )
 
 
 def check_bits(
-    path: Path, plans: list[Plan], library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, **flags: Any
+    path: Path,
+    plans: list[Plan],
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: Sequence[int] | None = None,
+    **flags: Any,
 ) -> list[Worker]:
-    """Compares engines with one that has all experts. Returns their workers."""
+    """Compares engines with one that has all experts. Returns their workers. `parts`: see `make_workers`."""
     placement = {k: flags.pop(k) for k in BY_TURNS if k in flags}
     logits, tokens, (whole,) = run_together(path, 1, library, monkeypatch, **flags)
-    workers = make_workers(path, len(plans), **flags, **placement)
-    for (prompts, _), run in zip(plans, run_engines(workers, plans), strict=True):
+    workers = make_workers(path, len(plans), parts, **flags, **placement)
+    for (prompts, _), run in zip(plans, run_engines(workers, plans, parts), strict=True):
         for step in range(OUTPUT_LEN if prompts else 0):
             rows = logits[step][list(prompts)]
             assert torch.equal(run.logits[step].view(torch.int32), rows.view(torch.int32)), (prompts, step)
             assert run.tokens[step] == [tokens[step][i] for i in prompts]
     assert sum(map(num_weights, workers)) == num_weights(whole)
     assert all(map(num_weights, workers))
+    for pool in [worker._pool for worker in workers] if parts else []:
+        assert pool is not None
+        pool.close()
     return workers
 
 
@@ -97,6 +108,30 @@ def test_logits_do_not_depend_on_what_other_engines_do(
 ) -> None:
     family, flags, plans = QUICK[case]
     check_bits(tiny_checkpoint(family), plans, library, monkeypatch, **flags)
+
+
+@pytest.mark.parametrize("parts", [(2, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
+def test_engines_on_several_machines_have_the_bits_of_one(
+    parts: tuple[int, ...], tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"dtype": "bfloat16", **BY_TURNS}
+    check_bits(tiny_checkpoint("mixtral"), THREE, library, monkeypatch, parts, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(1, 1), (1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("flags", [{}, {"quantization": "int8"}, {"dtype": "float32"}, BY_TURNS])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_nor_do_the_bits_of_any_family_depend_on_machines(
+    family: str,
+    flags: dict[str, Any],
+    parts: tuple[int, ...],
+    tiny_checkpoint: MakeCheckpoint,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = TWO if sum(parts) == 2 else THREE
+    check_bits(tiny_checkpoint(family), plans, library, monkeypatch, parts, **{"dtype": "bfloat16", **flags})
 
 
 @pytest.mark.slow
