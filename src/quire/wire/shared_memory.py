@@ -71,11 +71,14 @@ _LAST_EPOCH = 8
 """Place of the number of the last epoch that the machine knows of, in the line of an abort word that is not used."""
 _NUM_GENERATIONS = 4
 """Groups that have a part of the file at a time: one that computes, one that is prepared, and such as were given up."""
+MAX_SHARING_ENGINES = 64
+FACTORS_BYTES = 1 << 40
+"""Bytes that each engine has in that file for the adapters of its requests, in all groups: behind the groups' parts."""
 
 
 def make_experts_file() -> int:
     """Returns the descriptor of a new file for engines that share experts. Raises OSError."""
-    return make_shared_file(_NUM_GENERATIONS * WORKERS_FILE_BYTES)
+    return make_shared_file(factors_start(MAX_SHARING_ENGINES))
 
 
 def generation_start(generation: int) -> int:
@@ -85,8 +88,23 @@ def generation_start(generation: int) -> int:
 
 def clear_generation(fd: int, generation: int) -> None:
     """Gives the memory of a group's part back. No engine may be in it any more."""
-    with mmap.mmap(fd, WORKERS_FILE_BYTES, offset=generation_start(generation)) as memory:
-        if hasattr(mmap, "MADV_REMOVE"):  # on Linux; else the memory is kept for a later group
+    give_back(fd, generation_start(generation), WORKERS_FILE_BYTES)
+
+
+def factors_start(engine: int) -> int:
+    """Returns where the adapters of an engine are."""
+    return _NUM_GENERATIONS * WORKERS_FILE_BYTES + engine * FACTORS_BYTES
+
+
+def clear_factors(fd: int, engine: int) -> None:
+    """Gives the memory of an engine's adapters back. The engine must have ended, or have none yet."""
+    give_back(fd, factors_start(engine), FACTORS_BYTES)
+
+
+def give_back(fd: int, start: int, num_bytes: int) -> None:
+    """Gives the memory of a part of a file back, which is zeroes then."""
+    with mmap.mmap(fd, num_bytes, offset=start) as memory:
+        if hasattr(mmap, "MADV_REMOVE"):  # on Linux; else the memory is kept until it is used again
             memory.madvise(mmap.MADV_REMOVE)
 
 

@@ -33,7 +33,7 @@ from quire.wire.engine_core import EngineCoreReadyResponse
 from quire.wire.group import GroupNetwork, HubLaunch, group_addresses
 from quire.wire.handshake import ClientAddresses, CoordinatorAddresses, EngineZmqAddresses
 from quire.wire.nodes import NUM_PORTS, derive_keys, network_addresses, read_fleet_key
-from quire.wire.shared_memory import clear_generation, make_experts_file, make_group_file
+from quire.wire.shared_memory import clear_factors, clear_generation, make_experts_file, make_group_file
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
 
 logger = init_logger(__name__)
@@ -69,8 +69,10 @@ class SharedExperts:
         return SharingGroup(num_engines, self._last, page)
 
     def retire(self, group: SharingGroup) -> None:
-        """Gives back the memory of a group whose engines have left it."""
+        """Gives back the memory of a group whose engines have left it, and of those that have ended."""
         clear_generation(self.file, group.generation)
+        for engine in range(self.group.num_engines, group.num_engines):
+            clear_factors(self.file, engine)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""

@@ -68,8 +68,11 @@ class StandbyExperts:
         assert self._loaded is not None, "it is ready"
         for path, experts in mixtures(self._loaded.model):
             parent, _, name = path.rpartition(".")
+            former = present.model.get_submodule(path)
             setattr(present.model.get_submodule(parent), name, experts)
             experts.move_to(kernels)
+            if isinstance(former, Experts) and former.sites is not None:
+                experts.set_sites(*former.sites)
         placement, config = dataclasses.replace(self._placement, kernels=kernels), self.config
         weights = ModelWeights(present.model, config.model_config, config.load_config, placement, self._loaded.cache)
         weights.follow(present.weights)

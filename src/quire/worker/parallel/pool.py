@@ -4,7 +4,7 @@ Attention and everything else is computed by each engine for its own tokens. In 
 their tokens' hidden states and choices into a file that all map, pass a barrier, compute their own experts for all
 tokens, pass another barrier, and each adds the answers for its own tokens up, in the order of a token's choices. So the
 bits are those of an engine that has all experts. A step has one more barrier, at its beginning, for the numbers of
-tokens: all engines run the model once in each step, with one token at least.
+tokens and their adapters: all engines run the model once in each step, with one token at least.
 
 The barriers of an epoch of the group (`engine/dp_group.py`) have words of their own. Before an engine has joined one it
 is alone: its steps run, for what they set up, and their results mean nothing.
@@ -19,8 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -110,6 +113,30 @@ def _read(values: Tensor) -> memoryview:
     return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
+class Segments(NamedTuple):
+    """The adapters of an engine's tokens in a step."""
+
+    lens: npt.NDArray[np.int64]
+    """Numbers of tokens."""
+    places: npt.NDArray[np.int64]
+    """Where their adapters are in the file of all engines; 0: they have none that changes experts."""
+    version: int
+    """Number that grows when the engine frees an adapter: a place may have another one then."""
+
+
+class PooledAdapters(Protocol):
+    """The adapters of experts that engines share: worker/lora/exchange.py."""
+
+    def take_own(self) -> Segments | None:
+        """Returns those of this engine's tokens; None: no token has one."""
+        ...
+
+    def apply(self, segments: Sequence[Segments | None], lens: Sequence[int], own: int) -> None:
+        """Applies the adapters of all engines, which have `lens` tokens, until the next call. `own` is the number of
+        this engine."""
+        ...
+
+
 class ExpertsPool:
     """The tokens of all engines in a step, as one of the engines sees them."""
 
@@ -126,7 +153,9 @@ class ExpertsPool:
         start = generation_start(generation)
         self._words = SharedBuffers(fd, start).get("words", (EPOCHS_BYTES,), torch.uint8)
         self._buffers = SharedBuffers(fd, start + EPOCHS_BYTES)
-        self._counts = self.shared("counts", (group.size,), torch.int64)
+        self._counts = self.shared("counts", (group.size, 3), torch.int64)
+        """Tokens, segments and version of `Segments`, of each engine."""
+        self._segments = self.shared("segments", (group.size, 2, max_rows), torch.int64).numpy()
         self._barrier: Callable[[], None] | None = None
         """None: this engine is alone."""
         self._machines: Machines | None = None
@@ -171,18 +200,31 @@ class ExpertsPool:
         """The machines of the epoch; None: there is one."""
         return None if self._machines is None else self._machines.network
 
-    def begin_step(self, num_rows: int) -> None:
+    def begin_step(self, num_rows: int, adapters: PooledAdapters | None = None) -> None:
         """Begins a step, in which this engine has `num_rows` tokens. Raises BarrierError."""
+        index = self.group.index
         if self.is_alone:
             self.num_rows, self.own_rows = num_rows, range(num_rows)
             return
-        own, network = self.group.index, self.network
-        self._counts[own] = num_rows
+        own = None if adapters is None else adapters.take_own()
+        if own is None:
+            self._counts[index] = torch.tensor((num_rows, 0, 0))
+        else:
+            count = len(own.lens)
+            self._segments[index, :, :count] = own.lens, own.places
+            self._counts[index] = torch.tensor((num_rows, count, own.version))
+        network = self.network
         self.ready(() if network is None else [Rows(self._counts, lambda machine: _slice(network.ranks(machine)))])
-        firsts = [0]
-        for count in self._counts.tolist():
-            firsts.append(firsts[-1] + count)
-        self._firsts, self.num_rows, self.own_rows = firsts, firsts[-1], range(firsts[own], firsts[own + 1])
+        counts: list[list[int]] = self._counts.tolist()
+        lens = [rows for rows, _, _ in counts]
+        firsts = self._firsts = [0, *accumulate(lens)]
+        self.num_rows, self.own_rows = firsts[-1], range(firsts[index], firsts[index + 1])
+        if adapters is not None:
+            segments = [
+                Segments(self._segments[i, 0, :count], self._segments[i, 1, :count], version) if count else None
+                for i, (_, count, version) in enumerate(counts)
+            ]
+            adapters.apply(segments, lens, index)
 
     def tokens_of(self, machine: int) -> slice:
         """Returns the tokens of a machine's engines among all of the step."""
@@ -297,7 +339,9 @@ class PooledRunner(ModelRunner):
         super().__init__(*arguments, **options)
         self.shared_experts = pool
         """The pool of the present group."""
+        self.pooled_adapters: PooledAdapters | None = None
+        """None: adapters do not change the experts."""
 
     def _call(self, run: Forward, input_ids: Tensor, positions: Tensor) -> States:
-        self.shared_experts.begin_step(input_ids.shape[0])
+        self.shared_experts.begin_step(input_ids.shape[0], self.pooled_adapters)
         return super()._call(run, input_ids, positions)
