@@ -66,6 +66,47 @@ class WriteBudget:
         return 0.0 if self._left > 0 else max(1e-3, -self._left / self._rate)
 
 
+class WriteLimits:
+    """Limits what is ordered to be written: by a rate, by what was ordered lately, and by a rest after a failure."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._budget = WriteBudget(bytes_per_s)
+        self._ordered: dict[tuple[int, bytes], float] = {}
+        """Blocks (group, digest) that were ordered lately, and when."""
+        self._forget_ts = float("-inf")
+        """Time at which those of `_ordered` that were ordered long ago are forgotten."""
+        self._rest_ts = float("-inf")
+
+    def seconds_left(self) -> float:
+        """Returns the seconds until anything may be written; 0: it may now."""
+        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
+
+    def rest(self) -> None:
+        """Orders nothing for a while: writing has failed."""
+        self._rest_ts = time.monotonic() + REST_S / 10
+
+    def take(self, name: tuple[int, bytes], num_bytes: int, is_there: Callable[[], bool]) -> bool:
+        """Returns whether a block is to be written, which counts as ordered then. `is_there`: the store has it."""
+        now = time.monotonic()
+        if now < self._rest_ts:
+            return False
+        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
+            self._forget_ts = now + 1.0
+            self._ordered = {name: ts for name, ts in self._ordered.items() if ts >= now - SAVED_S}
+        if name in self._ordered or is_there() or not self._budget.take(num_bytes):
+            return False
+        self._ordered[name] = now
+        return True
+
+    def forget(self, name: tuple[int, bytes]) -> None:
+        """Lets a block be ordered again."""
+        self._ordered.pop(name, None)
+
+    def forget_all(self) -> None:
+        """Lets all blocks be ordered again."""
+        self._ordered.clear()
+
+
 class StoreScheduler(KVConnectorScheduler):
     """Looks blocks up in a directory, and orders those that it lacks to be written."""
 
@@ -77,7 +118,7 @@ class StoreScheduler(KVConnectorScheduler):
         self._saves = transfer.kv_role != "kv_consumer"
         self._skips_salted = bool(extra.get("skip_salted"))
         self._directory = _open_directory(config)
-        self._budget = WriteBudget(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
+        self._limits = WriteLimits(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
         self._payload_bytes: list[int] = []
         """Bytes of a block of all workers, per group."""
         self._num_workers = config.parallel_config.world_size
@@ -89,11 +130,6 @@ class StoreScheduler(KVConnectorScheduler):
         self._generation = 0
         """Number of times that the weights were replaced."""
         self._had_namespace = False
-        self._saved: dict[tuple[int, bytes], float] = {}
-        """Blocks that were ordered to be written lately, and when."""
-        self._forget_ts = float("-inf")
-        """Time at which those of `_saved` that were ordered long ago are forgotten."""
-        self._rest_ts = float("-inf")
         self._is_resetting = False
         self.audits = LoadAudits(transfer.audit_share, SOURCE) if transfer.audit_share else None
 
@@ -164,7 +200,7 @@ class StoreScheduler(KVConnectorScheduler):
             key = order.keys[result.num_verified]
             for group_id in range(len(self.specs)):
                 self._index.forget(key.digest, group_id)
-                self._saved.pop((group_id, key.digest), None)
+                self._limits.forget((group_id, key.digest))
 
     # -- saves -------------------------------------------------------------------------------------------------
 
@@ -180,28 +216,20 @@ class StoreScheduler(KVConnectorScheduler):
     def seconds_to_save(self) -> float:
         if self._index is None:
             return math.inf  # the worker half reports the namespace
-        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
+        return self._limits.seconds_left()
 
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        now = time.monotonic()
-        if self._index is None or now < self._rest_ts:
+        index = self._index
+        if index is None:
             return False
-        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
-            self._forget_ts = now + 1.0
-            self._saved = {name: ts for name, ts in self._saved.items() if ts >= now - SAVED_S}
-        name = (group_id, key.digest)
-        if name in self._saved or self._index.contains(key.digest, group_id):
-            return False
-        if not self._budget.take(self._payload_bytes[group_id]):
-            return False
-        self._saved[name] = now
-        return True
+        name, num_bytes = (group_id, key.digest), self._payload_bytes[group_id]
+        return self._limits.take(name, num_bytes, lambda: index.contains(key.digest, group_id))
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         for block in order.blocks[result.num_saved :]:
-            self._saved.pop((block.group_id, block.key.digest), None)
+            self._limits.forget((block.group_id, block.key.digest))
         if result.reason in ("full", "error"):
-            self._rest_ts = time.monotonic() + REST_S / 10
+            self._limits.rest()
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -244,7 +272,7 @@ class StoreScheduler(KVConnectorScheduler):
         """Drops the records of this namespace: from the index now, and from the directory with the next step."""
         if self._index is not None:
             self._index.forget_all()
-        self._saved.clear()
+        self._limits.forget_all()
         self._is_resetting = True
         return True
 
@@ -255,7 +283,7 @@ class StoreScheduler(KVConnectorScheduler):
     def _forget_namespace(self) -> None:
         scanner, self._scanner, self._index = self._scanner, None, None
         self._identities.clear()
-        self._saved.clear()
+        self._limits.forget_all()
         if scanner is not None:
             scanner.stop()
 

@@ -180,7 +180,6 @@ class KVExchange(NoExchange, AdmissionGate):
         max_pinned_blocks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.gates = (self,)
         self._alarm_at = NEVER
         self.connector, self.link, self.clock = connector, link, clock
         link.clock = lambda: self.clock()
@@ -202,7 +201,11 @@ class KVExchange(NoExchange, AdmissionGate):
         self._ids = count(1)
         self._stats = KVTransferStats()
         self._reported: tuple[int, ...] = ()
-        """What the last statistics were made of, counts apart."""
+        """States that the last statistics were made of: all but counts."""
+
+    @property
+    def gates(self) -> Sequence[AdmissionGate]:  # type: ignore[override]
+        return (self,)
 
     @classmethod
     def from_config(

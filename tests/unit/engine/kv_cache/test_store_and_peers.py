@@ -1,4 +1,4 @@
-"""The scheduler half of a store and peers in one engine: each part is asked, and hears of what it began."""
+"""The scheduler half of a store and peers in one engine: each part is asked, and gets the ends of what it began."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config_of(directory: Path, **extra: Any) -> Any:
 
 
 class Both:
-    """The scheduler half, whose two parts know who they are, and a store that has the first blocks of a request."""
+    """The scheduler half, whose two parts have identities, and a store that has the first blocks of a request."""
 
     def __init__(self, directory: Path, **extra: Any) -> None:
         config = config_of(directory, **extra)

@@ -172,7 +172,7 @@ def test_only_native_kernels_apply_them(is_native: bool, library: NativeLibrary)
     router = RouterSpec(num_experts_per_token=1, normalize=True)
     model = nn.ModuleDict({"experts": Experts(MoESpec(num_experts=2, expert_size=8, router=router), 8, "silu")})
     model["experts"].is_pooled, model["experts"].own_experts = True, range(1)  # type: ignore[assignment]
-    sites = make_sites(model, kernels, torch.float32, pools=False)
+    sites = make_sites(model, kernels, torch.float32, pools=False, shares=is_native)
     found = sites.targets.find("experts.1.gate_proj")
     if is_native:
         assert not isinstance(found, str)
@@ -180,4 +180,4 @@ def test_only_native_kernels_apply_them(is_native: bool, library: NativeLibrary)
         assert sites.shared == ["experts.gate_up_proj", "experts.down_proj"]
     else:
         assert isinstance(found, str)
-        assert "only the native kernels apply adapters to them" in found
+        assert "only engines of one machine with native kernels apply adapters to them" in found
