@@ -8,6 +8,7 @@ faults: seconds to the first token of prompts whose blocks are stored, while the
 damaged, or cannot be written; beside an engine without a store.
 saves: prompts without pause into a store of 256 MiB: seconds from computed to saved, and the largest size ever seen.
 index: a directory with 1,000,000 blocks: seconds of the first scan, bytes in memory, a look-up of 8,192 tokens.
+steps: what a store costs the scheduler where nothing is hit: microseconds of a step, and of each block that gets full.
 events: KV cache events: blocks per second through the publisher to a subscriber, and what each costs the core's loop.
 peers: the first token of a prompt of 4,096 tokens after a restart, beside vLLM (benchmarks/peers/setup vllm).
 """
@@ -41,11 +42,20 @@ from benchmarks.kv_store import make_llm, make_prompt, time_first_token
 from benchmarks.models import find_checkpoint
 from benchmarks.versus.peers import DEFAULT_HOME, PEERS, Place
 from quire import EngineArgs, SamplingParams
+from quire.config.engine import SchedulerConfig
 from quire.config.kv_events import KVEventsConfig
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.changes import BlockChanges, Cleared
 from quire.engine.kv_cache.connector import find_longest_match
+from quire.engine.kv_cache.hashing import make_block_hasher
+from quire.engine.kv_cache.load_cost import LoadCost
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.kv_events import KVEventPublisher
+from quire.engine.request import Request
+from quire.engine.sched.exchange import KVExchange
+from quire.engine.sched.scheduler import Scheduler
+from quire.engine.transfers import TransferLink
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.client.mp import AsyncMPClient
 from quire.kv_store.directory import StoreDirectory
@@ -53,7 +63,10 @@ from quire.kv_store.extent import Entry, follow, open_extent, write_table
 from quire.kv_store.index import StoreIndex
 from quire.kv_store.record import TAG_BYTES, make_header
 from quire.wire.block_hash import hash_block
-from quire.wire.kv_cache import FullAttentionSpec
+from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.execution import ModelRunnerOutput
+from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from quire.wire.kv_transfer import KVConnectorOutput, SaveResult
 
 STORE_BYTES = 8 << 30
 BLOCK_SIZE = 16
@@ -314,23 +327,124 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+NUM_DECODING, NUM_STEPS, PROMPT_BLOCKS, NUM_PROMPTS = 64, 1000, 128, 300
+
+
+class _Loop:
+    """A scheduler without a model. With a store its saves end at once, and their reports come between steps."""
+
+    def __init__(self, directory: Path | None) -> None:
+        group = KVCacheGroupSpec(["layer"], FullAttentionSpec(BLOCK_SIZE, 2, 64))
+        caches = KVCacheConfig(1 << 15, [], [group])
+        limits = SchedulerConfig(max_num_batched_tokens=PROMPT_BLOCKS * BLOCK_SIZE + NUM_DECODING, max_num_seqs=256)
+        self.scheduler = Scheduler(caches, limits, max_model_len=1 << 20, enable_caching=True, log_stats=True)
+        self._link: TransferLink | None = None
+        if directory is not None:
+            self._link = self._connect(directory, caches)
+        self._num_prompts = 0
+
+    def _connect(self, directory: Path, caches: KVCacheConfig) -> TransferLink:
+        executor: Any = SimpleNamespace(send_transfers=lambda orders: None, register_transfer_callback=lambda put: None)
+        link = TransferLink(executor, lambda: None)
+        config = EngineArgs("demo", kv_store=str(directory), kv_store_size=STORE_BYTES).create_engine_config()
+        connector = StoreScheduler(config, caches)
+        identity = {"fingerprint": bytes(32), "generation": 0, "payload_bytes": [1]}  # one byte: no limit of the rate
+        connector.update_connector_output(KVConnectorOutput(info=identity))
+
+        def connect(manager: KVCacheManager) -> KVExchange:
+            return KVExchange(connector, manager, link, cost=LoadCost(12288.0), max_pinned_blocks=1 << 14)
+
+        self.scheduler.connect(connect)
+        return link
+
+    def step(self) -> float:
+        """Returns the processor seconds of the scheduler's part of a step."""
+        start = time.thread_time()
+        output = self.scheduler.schedule()
+        seconds = time.thread_time() - start
+        req_ids = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(req_ids, [[5] for _ in req_ids])
+        if self._link is not None and output.kv_connector_metadata is not None:
+            for save in output.kv_connector_metadata.saves:
+                self._link.put(KVConnectorOutput(saves=[SaveResult(save.save_id, len(save.blocks))]))
+        start = time.thread_time()
+        self.scheduler.update_from_output(output, result)
+        return seconds + time.thread_time() - start
+
+    def add(self, num_tokens: int, max_tokens: int | None) -> None:
+        self._num_prompts += 1
+        prompt = list(range(self._num_prompts << 20, (self._num_prompts << 20) + num_tokens))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = EngineCoreRequest(f"request {self._num_prompts}", prompt, params, None, time.time())
+        self.scheduler.add_request(Request(request, make_block_hasher(BLOCK_SIZE)))
+
+    def close(self) -> None:
+        self.scheduler.exchange.shutdown()
+
+
+def measure_steps(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    loops = {"without": _Loop(None), "with": _Loop(directory)}
+    decoding: dict[str, list[float]] = {name: [] for name in loops}
+    prompts: dict[str, list[float]] = {name: [] for name in loops}
+    gc.collect()
+    gc.freeze()
+    for _ in range(NUM_PROMPTS):  # a step that fills blocks, and one that takes the end of their save in
+        for name, loop in loops.items():
+            loop.add(PROMPT_BLOCKS * BLOCK_SIZE, 2)
+            prompts[name].append(loop.step() + loop.step())
+    for loop in loops.values():
+        for _ in range(NUM_DECODING):
+            loop.add(1, None)
+        for _ in range(4):
+            loop.step()
+    for number in range(5, NUM_STEPS):
+        for name, loop in loops.items():
+            seconds = loop.step()
+            if number % BLOCK_SIZE not in (BLOCK_SIZE - 1, 0, 1):  # no block gets full, and no save has ended
+                decoding[name].append(seconds)
+    for loop in loops.values():
+        loop.close()
+    step = statistics.median(decoding["with"]) - statistics.median(decoding["without"])
+    both = statistics.median(prompts["with"]) - statistics.median(prompts["without"])
+    whole = 1e6 * statistics.median(decoding["without"])
+    print(f"a step of {NUM_DECODING} requests without hits: {1e6 * step:.2f} us more than {whole:.0f} (goal: 2)")
+    print(f"each block that gets full: {1e6 * (both - 2 * step) / PROMPT_BLOCKS:.2f} us (goal: 1)")
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 # -- events ---------------------------------------------------------------------------------------------------------
 
 EVENT_BLOCKS, EVENT_ROUNDS, BLOCKS_PER_STEP = 100_000, 5, 128
 
 
-def _fill_pool(pool: BlockPool, requests: Sequence[Any], batches: list[Any]) -> float:
-    """Registers the blocks of all requests; `batches` gets their changes. Returns seconds."""
-    tables = []
+def _fill_pool(pool: BlockPool, requests: Sequence[Any], batches: list[Any]) -> list[float]:
+    """Registers the blocks of all requests; `batches` gets their changes. Returns the seconds of each request."""
+    seconds = []
     for request in requests:
         number = len(request.block_hashes)
-        tables.append(([pool.get_new_blocks(number)], number))
-    start = time.perf_counter()
-    for request, (table, number) in zip(requests, tables, strict=True):
+        table = [pool.get_new_blocks(number)]
+        start = time.perf_counter()
         pool.cache_full_blocks(request, table, range(number), BLOCK_SIZE, None)
         if pool.changes is not None:
             batches.append(pool.changes.take())
-    return time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _empty_pool(pool: BlockPool) -> list[float]:
+    """Evicts all blocks, `BLOCKS_PER_STEP` at a time. Returns the seconds of each time."""
+    seconds = []
+    for first in range(1, len(pool.blocks), BLOCKS_PER_STEP):
+        blocks = pool.blocks[first : first + BLOCKS_PER_STEP]
+        start = time.perf_counter()
+        pool.evict_blocks(blocks)
+        if pool.changes is not None:
+            pool.changes.take()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def measure_events(directory: Path) -> None:
@@ -353,14 +467,16 @@ def measure_events(directory: Path) -> None:
             )
         )
     num_blocks = len(requests) * BLOCKS_PER_STEP
-    costs: dict[str, list[float]] = {"without": [], "with": []}
+    costs: dict[str, list[float]] = {}
     for _ in range(EVENT_ROUNDS):
-        for name, found in costs.items():
+        for changes in (None, BlockChanges()):
             pool = BlockPool(num_blocks + 2)
-            pool.changes = BlockChanges() if name == "with" else None
-            found.append(_fill_pool(pool, requests, []))
-    per_block = (min(costs["with"]) - min(costs["without"])) / num_blocks
-    print(f"on the core's loop: {1e6 * per_block:.2f} us for each block (goal: 1)")
+            pool.changes = changes
+            for what, seconds in (("stored", _fill_pool(pool, requests, [])), ("removed", _empty_pool(pool))):
+                costs.setdefault(f"{what} {changes is not None}", []).append(statistics.median(seconds))
+    for what in ("stored", "removed"):
+        more = statistics.median(costs[f"{what} True"]) - statistics.median(costs[f"{what} False"])
+        print(f"on the core's loop: {1e6 * more / BLOCKS_PER_STEP:.2f} us for each block {what} (goal: 1)")
     directory.mkdir(parents=True, exist_ok=True)
     endpoint = f"ipc://{(directory / 'events').absolute()}"
     publisher = KVEventPublisher(
@@ -470,7 +586,9 @@ def run_peer(place: Place, name: str, model: str, directory: Path) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=("kill", "faults", "saves", "index", "events", "peers", []))
+    parser.add_argument(
+        "parts", nargs="*", choices=("kill", "faults", "saves", "index", "steps", "events", "peers", [])
+    )
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--model", default="half")
     parser.add_argument("--faulty", type=int, help=argparse.SUPPRESS)
@@ -491,6 +609,8 @@ def main() -> None:
         measure_saves(find_checkpoint(args.model), directory)
     if "index" in args.parts:
         measure_index(directory)
+    if "steps" in args.parts:
+        measure_steps(directory)
     if "events" in args.parts:
         measure_events(directory)
     if "peers" in args.parts:

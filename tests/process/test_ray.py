@@ -15,6 +15,8 @@ import pytest
 from quire import LoRARequest
 from quire.errors import ConfigError
 from quire.frontend.client.link import LinkState
+from quire.wire.group import NUM_GROUP_PORTS
+from quire.wire.nodes import NUM_PORTS
 
 from .harness import check_free, fake_args, running
 from .test_engine_set import dp_client, wait_for
@@ -71,6 +73,37 @@ def test_a_killed_actor_loses_no_stream(cluster: Any) -> None:
             await read_while(engine, work())
             await check_free(engine)
             assert min(client.counts["moves.1.lost"], client.counts["moves.1.killed"]) > 0
+
+    asyncio.run(run())
+
+
+def test_a_killed_actor_of_engines_that_share_experts_costs_no_token(cluster: Any) -> None:
+    """The first engine's actor is where all exchange hidden states: in its place comes one with another address."""
+    port = free_ports(NUM_PORTS + NUM_GROUP_PORTS)
+    fields = {"enable_expert_parallel": True, "data_parallel_backend": "ray", "data_parallel_rpc_port": port}
+
+    async def run() -> None:
+        async with running(fake_args("Sharing", data_parallel_size=2, engine_link_timeout_s=1.0, **fields)) as engine:
+            client = dp_client(engine)
+            await wait_for(lambda: client.num_engines_up == 2)
+
+            async def work() -> None:
+                manager: Any = client.resources.actors
+                for victim in (0, 1):
+                    link = client.engines.links[victim]
+                    await wait_for(lambda link=link: link.num_live_requests > 1)
+                    ray.kill(manager._engines[victim].actor)
+                    await wait_for(lambda link=link: link.state is LinkState.DOWN)
+                    await wait_for(lambda link=link: link.state is LinkState.UP)
+                core = client.list_engines()[1].pid
+                assert core is not None
+                os.kill(core, signal.SIGKILL)
+                await wait_for(lambda: client.restarts == {"killed": 1})
+                await wait_for(lambda: client.engines.links[1].state is LinkState.UP)
+
+            await read_while(engine, work())
+            await check_free(engine)
+            assert client.counts["poisoned_requests"] == 0
 
     asyncio.run(run())
 

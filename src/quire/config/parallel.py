@@ -84,7 +84,7 @@ class ParallelConfig:
     )
     data_parallel_rpc_port: int = flag(
         29550,
-        "First of three ports of the first machine at which engines report.",
+        "First of three ports of the first machine at which engines report; of seven if they share experts.",
         short="-dpp",
         **_PORT,
     )
@@ -309,6 +309,19 @@ class ParallelConfig:
         """True if the engines step together."""
         return (self.dp_coordinator == "always" and self.data_parallel_size > 1) or self.shares_experts
 
+    @property
+    def spans_machines(self) -> bool:
+        """True if the engines that share experts are on several machines."""
+        return self.shares_experts and (self.headless or self.num_remote_engines > 0)
+
+    @property
+    def _num_ports(self) -> int:
+        return 7 if self.spans_machines else 3
+
+    @property
+    def _ports_in_words(self) -> str:
+        return {3: "three", 7: "seven"}[self._num_ports]
+
     def with_engines(self, num_engines: int, generation: int) -> ParallelConfig:
         """Returns the same for another number of engines that share experts, in a group of this number."""
         return dataclasses.replace(
@@ -429,9 +442,20 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "--dp-coordinator always: 2 to 64 engines step together, not {c.data_parallel_size}",
     ),
     (
-        lambda c: c.shares_experts and c.num_local_engines != c.data_parallel_size,
-        "--enable-expert-parallel: engines that share experts are those of one server on one machine, and this one has "
-        "{c.num_local_engines} of {c.data_parallel_size}; leave it out: each engine has all experts then",
+        lambda c: c.shares_experts and (c.is_external or c.is_hybrid),
+        "--enable-expert-parallel: engines that share experts are those of one server, and a load balancer of yours "
+        "(--data-parallel-rank, --data-parallel-hybrid-lb) has several; leave it out, and each engine has all experts; "
+        "or give --headless on all machines but the first",
+    ),
+    (
+        lambda c: c.shares_experts and c.data_parallel_size_local == 0 and not c.is_on_ray,
+        "--data-parallel-size-local 0 with --enable-expert-parallel: engines that share experts exchange hidden states "
+        "through one on the server's machine, as nodes open no port; give 1 or more",
+    ),
+    (
+        lambda c: c.enable_elastic_ep and c.spans_machines,
+        "--enable-elastic-ep: engines that share experts on several machines keep their number; leave it out, or have "
+        "all engines on one machine",
     ),
     (
         lambda c: c.shares_experts and c.executor_backend in ("mp", "ray"),
@@ -494,9 +518,9 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "--data-parallel-address; leave it out",
     ),
     (
-        lambda c: c.data_parallel_rpc_port > _MAX_PORT - 2,
-        "--data-parallel-rpc-port {c.data_parallel_rpc_port} is the first of three ports that follow one another, and "
-        "the last of all is 65535",
+        lambda c: c.data_parallel_rpc_port > _MAX_PORT - c._num_ports + 1,
+        "--data-parallel-rpc-port {c.data_parallel_rpc_port} is the first of {c._ports_in_words} ports that "
+        "follow one another, and the last of all is 65535",
     ),
     (
         lambda c: c.is_on_ray and (c.headless or c.is_external or c.is_hybrid),

@@ -17,20 +17,22 @@ class TransferLink:
 
     def __init__(self, executor: Executor, wake: Callable[[], None]) -> None:
         """`wake` is called on any thread. Raises ConfigError if the workers cannot transfer blocks."""
-        self._reports: deque[KVConnectorOutput] = deque()
+        self._reports: deque[tuple[float, KVConnectorOutput]] = deque()
         self._has_reports = threading.Event()
         self._wake = wake
         self._alarm = threading.Condition()
         self._alarm_at: float | None = None
         self._alarm_thread: threading.Thread | None = None
         self._is_closed = False
+        self.clock: Callable[[], float] = time.monotonic
+        """Gives the times at which reports come."""
         self.send: Callable[[KVConnectorMetadata], None] = executor.send_transfers
         """Gives orders to the workers at once."""
         executor.register_transfer_callback(self.put)
 
     def put(self, report: KVConnectorOutput) -> None:
         """Adds a report. Callable from any thread."""
-        self._reports.append(report)
+        self._reports.append((self.clock(), report))
         self._has_reports.set()
         self._wake()
 
@@ -39,9 +41,10 @@ class TransferLink:
         """Returns whether `take` would return anything."""
         return bool(self._reports)
 
-    def take(self) -> list[KVConnectorOutput]:
-        """Returns the reports since the last call."""
-        reports: list[KVConnectorOutput] = []
+    def take(self) -> list[tuple[float, KVConnectorOutput]]:
+        """Returns the reports since the last call, each with the time at which it came: the loop may have been busy
+        since."""
+        reports: list[tuple[float, KVConnectorOutput]] = []
         while self._reports:
             reports.append(self._reports.popleft())
         return reports

@@ -111,10 +111,11 @@ class StoreIndex:
         """Reads what was written since the last scan, and forgets what is gone. Callable from any thread. Raises
         OSError."""
         with self._scan_lock:
-            self._scan()
+            self.take_extents(self.directory.list_extents())
 
-    def _scan(self) -> None:
-        files = sorted(self.directory.list_extents(), key=lambda file: file.written_ns)  # the newest copy is found
+    def take_extents(self, extents: Sequence[ExtentFile]) -> None:
+        """Does what `scan` does, with a list of all extents. One thread at a time may call it."""
+        files = sorted(extents, key=lambda file: file.written_ns)  # the newest copy is found
         self.num_bytes = sum(file.num_bytes for file in files)
         present = {(file.name, file.inode) for file in files}
         for name_and_inode, number in list(self._numbers.items()):
@@ -201,11 +202,12 @@ class PartsIndex:
         """`fingerprints`: of the workers, by rank."""
         self.directory = directory
         self.parts = [StoreIndex(directory, fingerprint) for fingerprint in fingerprints]
+        self._scan_lock = threading.Lock()
 
     @property
     def num_blocks(self) -> int:
         """Number of records of the worker that has least."""
-        return min(part.num_blocks for part in self.parts)
+        return min([part.num_blocks for part in self.parts])
 
     @property
     def num_bytes(self) -> int:
@@ -220,6 +222,8 @@ class PartsIndex:
 
     def contains(self, digest: bytes, group: int) -> bool:
         """Returns whether there are all records of a block."""
+        if len(self.parts) == 1:  # nearly always; a generator costs more than the look-up
+            return self.parts[0].contains(digest, group)
         return all(part.contains(digest, group) for part in self.parts)
 
     def forget(self, digest: bytes, group: int) -> None:
@@ -239,8 +243,10 @@ class PartsIndex:
 
     def scan(self) -> None:
         """Reads what was written since the last scan. Raises OSError."""
-        for part in self.parts:
-            part.scan()
+        with self._scan_lock:
+            extents = self.directory.list_extents()
+            for part in self.parts:
+                part.take_extents(extents)
 
 
 def _key_of(digest: bytes, group: int) -> int:

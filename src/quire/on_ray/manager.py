@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,25 @@ class EngineCoreActor:
     def run(self) -> None:
         """Serves. Raises as `NodeAgent.run`. The end of the call is the end of the engine."""
         self._agent.run()
+
+
+class DPMoEEngineCoreActor(EngineCoreActor):
+    """The actor of an engine that shares the experts of a mixture with those of other actors.
+
+    To the others it is a machine of its own, also where Ray has placed several on one node. The actor of the first
+    engine is where all exchange hidden states; the hub of the group names its address to the others.
+    """
+
+    def __init__(self, engine_config: bytes, fleet_key: bytes, engine: int) -> None:
+        ip = ray.util.get_node_ip_address()
+        with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET) as free:
+            port = free.getsockname()[1]
+        self._agent = NodeAgent(
+            decode_config(engine_config),
+            engines=range(engine, engine + 1),
+            fleet_key=fleet_key,
+            listens=f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}",
+        )
 
 
 class _Engine:
@@ -163,7 +183,7 @@ class CoreEngineActorManager(threading.Thread):
             fleet_key="given",
         )
         config = encode_config(dataclasses.replace(self._config, parallel_config=parallel))
-        make: Any = ray.remote(EngineCoreActor)
+        make: Any = ray.remote(DPMoEEngineCoreActor if parallel.shares_experts else EngineCoreActor)
         make = make.options(
             num_cpus=0,
             max_restarts=0,
@@ -202,6 +222,8 @@ class CoreEngineActorManager(threading.Thread):
         backoff_s = engine.budget.take(time.monotonic())
         if backoff_s is None:
             logger.error("engine %d is not started again: its budget of %s is used up", engine.index, engine.budget)
+            if self._config.parallel_config.shares_experts:  # the others cannot go on without it
+                self._on_failed(error or EngineDeadError(f"engine {engine.index} cannot be started again"))
             return
         try:
             (self._places[engine],) = self._place(1)

@@ -32,6 +32,7 @@ SHORT = {
 MACHINES: dict[str, Any] = {"nnodes": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "fleet_key": "k"}
 EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 PORTS: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}
+AFAR = {"data_parallel_size_local": 1, "fleet_key": "key"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "--data-parallel-size-local 3 is more than"),
     ({"data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, "exclude one another"),
@@ -75,8 +76,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (MACHINES | {"master_port": 65535}, "65535 is the first of two ports for each of 1 engines"),
     (MACHINES | {"data_parallel_size": 3, "master_port": 65531}, "65531 is the first of two ports for each of 3"),
-    (EXPERTS | {"data_parallel_rank": 1}, "those of one server on one machine, and this one has 1 of 2"),
-    (EXPERTS | {"data_parallel_backend": "ray"}, "those of one server on one machine, and this one has 0 of 2"),
+    (EXPERTS | {"data_parallel_rank": 1}, "those of one server, and a load balancer of yours"),
+    (EXPERTS | AFAR | {"data_parallel_size_local": 0}, "exchange hidden states through one on the server's machine"),
+    (EXPERTS | AFAR | {"enable_elastic_ep": True}, "on several machines keep their number"),
+    (EXPERTS | AFAR | {"data_parallel_rpc_port": 65530}, "65530 is the first of seven ports"),
     (EXPERTS | {"distributed_executor_backend": "mp"}, "have their worker in their own process; leave it out"),
     (EXPERTS | {"distributed_executor_backend": "ray"}, "have their worker in their own process; leave it out"),
     (EXPERTS | {"data_parallel_size": 65}, "2 to 64 engines share experts, not 65"),
@@ -129,6 +132,9 @@ def test_engines_of_one_worker_share_experts_and_step_together() -> None:
         config = ParallelConfig(**EXPERTS | fields)
         assert not config.shares_experts
         assert not config.has_waves
+    assert not ParallelConfig(**EXPERTS).spans_machines
+    for fields in (AFAR, AFAR | {"headless": True, "data_parallel_start_rank": 1}, {"data_parallel_backend": "ray"}):
+        assert ParallelConfig(**EXPERTS | fields).spans_machines
 
 
 def test_short_names() -> None:

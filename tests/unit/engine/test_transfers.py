@@ -33,6 +33,7 @@ def make_link(woken: threading.Event) -> tuple[TransferLink, Transferring]:
 def test_a_report_of_another_thread_ends_the_wait_and_wakes_the_loop() -> None:
     woken = threading.Event()
     link, executor = make_link(woken)
+    link.clock = lambda: 7.5
     assert not link.has_reports
     report = KVConnectorOutput(loads=[LoadResult(1, 2)])
     thread = threading.Thread(target=executor.report, args=(report,))
@@ -41,7 +42,7 @@ def test_a_report_of_another_thread_ends_the_wait_and_wakes_the_loop() -> None:
     thread.join()
     assert woken.is_set()
     assert link.has_reports
-    assert link.take() == [report]
+    assert link.take() == [(7.5, report)]
     assert link.take() == []
     link.close()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.index import Place, StoreIndex
+from quire.kv_store.directory import ExtentFile, StoreDirectory
+from quire.kv_store.index import PartsIndex, Place, StoreIndex
 
 from .stores import FINGERPRINT, digest_of, header_of, open_store, payload_of
 
@@ -107,3 +107,24 @@ def test_an_extent_replaced_by_something_else_is_forgotten(store: StoreDirectory
     (store.path / writer.name).mkdir()
     index.scan()
     assert found(index) == []
+
+
+def test_one_listing_is_enough_for_all_parts(store: StoreDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = bytes(32)
+    index = PartsIndex(store, [FINGERPRINT, other])
+    list_extents, num_listings = store.list_extents, 0
+
+    def count_listing() -> list[ExtentFile]:
+        nonlocal num_listings
+        num_listings += 1
+        return list_extents()
+
+    for fingerprint, numbers in ((FINGERPRINT, (1, 2)), (other, (2,))):
+        writer = store.create_extent(fingerprint)
+        for number in numbers:
+            writer.append(header_of(number, fingerprint=fingerprint), payload_of(number))
+    monkeypatch.setattr(store, "list_extents", count_listing)
+    index.scan()
+    assert num_listings == 1
+    assert [number for number in range(4) if index.contains(digest_of(number), 0)] == [2], "each has a part of it"
+    assert (index.num_blocks, index.num_bytes) == (1, store.count_bytes())

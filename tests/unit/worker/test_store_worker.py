@@ -46,6 +46,7 @@ from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
+from quire.worker.kv_transfer import transfers
 from quire.worker.kv_transfer.store_worker import StoreWorker
 from quire.worker.kv_transfer.transfers import NO_PLACE
 from tests.checkpoints import MakeCheckpoint
@@ -362,6 +363,30 @@ def test_write_errors_make_the_writer_rest(
     monkeypatch.undo()
     result = engine.save(keys, [1, 2, 3])
     assert (result.num_saved, result.outcome, result.reason) == (0, "failed", reason)
+
+
+def test_a_late_save_gives_way_to_the_next_one(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    keys = make_keys(6)
+    first, second = engine.save_order(keys[:3], [1, 2, 3]), engine.save_order(keys[3:], [4, 5, 6])
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(name: str, key: str) -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(transfers, "LATE_S", 0.0)
+    with injected("kv.write", wait):
+        engine.worker.start(KVConnectorMetadata(saves=[first]))
+        assert begun.wait(30)
+        engine.worker.start(KVConnectorMetadata(saves=[second]))
+        go_on.set()
+        (result,) = engine.wait().saves
+        assert (result.num_saved, result.outcome, result.reason) == (1, "partial", "rate")
+        (result,) = engine.wait().saves
+    assert (result.num_saved, result.outcome, result.reason) == (3, "ok", ""), "none waits behind it"
 
 
 def test_a_cancel_ends_a_load_between_records_and_is_answered_once(make_engine: Callable[..., Engine]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+from typing import NamedTuple
 
 from quire.engine.kv_cache.block import BlockContent, KVCacheBlock
 from quire.engine.request import Request
@@ -21,18 +23,23 @@ class StoredRun:
     request_id: str = ""
     lora_id: int | None = None
     hashes: list[BlockHash] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    tokens: list[Sequence[int]] = field(default_factory=list)
+    """Token ids of each block. They are joined where the run is read, which is not on the core's loop."""
     extra_keys: list[ExtraKeys | None] = field(default_factory=list)
 
-    def append(self, block_hash: BlockHash, token_ids: Iterable[int], extra_keys: ExtraKeys | None) -> None:
-        """Adds the next block."""
+    @property
+    def token_ids(self) -> list[int]:
+        """Returns the token ids of all blocks."""
+        return list(chain.from_iterable(self.tokens))
+
+    def append(self, block_hash: BlockHash, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> None:
+        """Adds the next block, whose token ids will not change."""
         self.hashes.append(block_hash)
-        self.token_ids += token_ids
+        self.tokens.append(token_ids)
         self.extra_keys.append(extra_keys)
 
 
-@dataclass(slots=True, frozen=True)
-class RemovedBlock:
+class RemovedBlock(NamedTuple):
     """A hash under which nothing can be found any more."""
 
     group_id: int
@@ -60,9 +67,9 @@ class BlockChanges:
         """Batches of changes that could not be published, since the last statistics."""
 
     def on_stored(
-        self, request: Request, index: int, group_id: int, token_ids: Iterable[int], extra_keys: ExtraKeys | None
+        self, request: Request, index: int, group_id: int, token_ids: Sequence[int], extra_keys: ExtraKeys | None
     ) -> None:
-        """Adds block `index` of a request."""
+        """Adds block `index` of a request. `token_ids` will not change."""
         hashes = request.block_hashes
         parent = hashes[index - 1] if index else None
         run = self._open.get(group_id)
@@ -129,13 +136,13 @@ def describe_cached_blocks(blocks: Iterable[KVCacheBlock], num_groups: int) -> l
 def _digest(content: BlockContent, digests: dict[int, BlockHash]) -> BlockHash:
     """Returns the hash of a content, computed with its parents' where no block has it any more. Adds them to
     `digests`."""
-    chain: list[BlockContent] = []
+    line: list[BlockContent] = []
     node: BlockContent | None = content
     while node is not None and id(node) not in digests:
-        chain.append(node)
+        line.append(node)
         node = node.parent
     parent = None if node is None else digests[id(node)]
-    for each in reversed(chain):
+    for each in reversed(line):
         parent = digests[id(each)] = hash_block(parent, each.token_ids, each.extra_keys)
     assert parent is not None
     return parent

@@ -14,7 +14,7 @@ from itertools import count
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
-from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
@@ -36,6 +36,10 @@ logger = init_logger(__name__)
 
 LET_GO_S = 1.0
 """Seconds that a reset waits for transfers to end."""
+_TIERS = {"p2p": "peer"}
+"""Tiers of sources that have another name."""
+_LABELS = {"remote": "p2p"}
+"""The same for the labels of vLLM's metric, which has none for block servers."""
 PREFILL_TOKENS = 32
 """Steps of so many tokens, and of so many per request, show what computing prompts costs."""
 
@@ -176,9 +180,9 @@ class KVExchange(NoExchange, AdmissionGate):
         max_pinned_blocks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.gates = (self,)
         self._alarm_at = NEVER
         self.connector, self.link, self.clock = connector, link, clock
+        link.clock = lambda: self.clock()
         self.loader = BlockLoader(connector, manager, cost)
         self.saver = BlockSaver(connector, manager, max_pinned_blocks)
         self.leases = BlockLeases(manager)
@@ -196,6 +200,12 @@ class KVExchange(NoExchange, AdmissionGate):
         self._steps = _Steps()
         self._ids = count(1)
         self._stats = KVTransferStats()
+        self._reported: tuple[int, ...] = ()
+        """States that the last statistics were made of: all but counts."""
+
+    @property
+    def gates(self) -> Sequence[AdmissionGate]:  # type: ignore[override]
+        return (self,)
 
     @classmethod
     def from_config(
@@ -225,6 +235,8 @@ class KVExchange(NoExchange, AdmissionGate):
         if load is not None:
             self._abandon(load, "cancelled")
         if request.is_finished:
+            if self.connector.audits is not None:
+                self.connector.audits.end(request)
             self._lease(request)
             self.connector.request_finished(request)
 
@@ -237,6 +249,10 @@ class KVExchange(NoExchange, AdmissionGate):
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
+        state = (self._manager.held.num_changes, len(self.loader.active), *self.connector.count_stored())
+        if state == self._reported and not self._has_counted():
+            return  # nearly all steps
+        self._reported = state
         new, self._stats = self._stats, KVTransferStats()
         saver, loader, leases = self.saver, self.loader, self.leases
         new.num_loads_in_flight = len(loader.active)
@@ -246,11 +262,26 @@ class KVExchange(NoExchange, AdmissionGate):
         counts, saver.counts = saver.counts, SaveCounts()
         new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
-        new.num_waiting_saves = saver.count_waiting()
+        new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
         new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
-        new.num_stored_blocks, new.num_stored_bytes = self.connector.count_stored()
+        *_, new.num_stored_blocks, new.num_stored_bytes = state
         stats.kv_transfer = new
+
+    def _has_counted(self) -> bool:
+        """Returns whether there is anything that the last statistics did not contain, besides states."""
+        own, saves = self._stats, self.saver.counts
+        return bool(
+            saves.num_begun
+            or saves.num_saved
+            or saves.num_dropped
+            or own.num_loads_begun
+            or own.num_loads
+            or own.prefix_cache_stats.requests
+            or own.prefix_cache_stats.preempted_requests
+            or self.loader.records.num_read
+            or self.leases.num_ended
+        )
 
     def on_new_request(self, request: Request) -> None:
         self.connector.on_new_request(request)
@@ -262,12 +293,11 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @property
     def has_news(self) -> bool:
-        loader, saver, leases = self.loader, self.saver, self.leases
+        saver, leases = self.saver, self.leases
         return (
             self.link.has_reports
-            or bool(loader.cancels or saver.cancels or saver.unsent or self._deferred)
-            or bool(leases.cancels or leases.unsent)
-            or loader.can_send(self._steps.num_received)
+            or bool(self._has_cancels or saver.unsent or leases.unsent or self._deferred)
+            or self.loader.can_send(self._steps.num_received)
             or self.clock() >= self._next_deadline
         )
 
@@ -276,11 +306,13 @@ class KVExchange(NoExchange, AdmissionGate):
         return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at())
 
     def begin_round(self) -> None:
-        is_room_awaited = None in self._waits.values()
-        self._take_reports()
-        for request in self._deferred:
-            self._waits.pop(request, None)
-        self._deferred.clear()
+        is_room_awaited = bool(self._waits) and None in self._waits.values()
+        if self.link.has_reports:
+            self._take_reports()
+        if self._deferred:
+            for request in self._deferred:
+                self._waits.pop(request, None)
+            self._deferred.clear()
         now = self.clock()
         if now >= self._next_deadline:
             self.saver.give_up(now)
@@ -292,12 +324,12 @@ class KVExchange(NoExchange, AdmissionGate):
             self.saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
-        for report in self.link.take():
+        for came_at, report in self.link.take():
             self.connector.update_connector_output(report)
             for load_id, num_verified in report.progress.items():
                 self.loader.note_progress(load_id, num_verified, self.clock())
             for save in report.saves:
-                self.saver.end(save, self.clock())
+                self.saver.end(save, came_at)
                 self.leases.end(save)
             for result in report.loads:
                 ended = self.loader.end(result, self.clock())
@@ -329,7 +361,7 @@ class KVExchange(NoExchange, AdmissionGate):
         now, used = self.clock(), {load.order.source for load, _ in self._loaded.get(request, ())}
         matches = [match for match in matches if match.source not in used]
         match = self.loader.choose(request, num_hits, matches, now)
-        if match is None:
+        if match is None or self._begins_audit(request, match, first):
             self._declined = request, num_hits
             return False
         reserved_blocks += self._manager.count_blocks_to_come(running)
@@ -342,8 +374,14 @@ class KVExchange(NoExchange, AdmissionGate):
         request.await_load()
         return True
 
+    def _begins_audit(self, request: Request, match: ExternalMatch, first: int) -> bool:
+        audits = self.connector.audits
+        return audits is not None and audits.begins(request, match, first, match.num_tokens // self._manager.block_size)
+
     def _may_load(self, request: Request) -> bool:
-        """Returns whether a request has not loaded yet, or may load what another source has."""
+        """Returns whether a request has not loaded yet, or may load what another source has, and is not audited."""
+        if self.connector.audits is not None and self.connector.audits.positions_of(request):
+            return False
         loaded = self._loaded.get(request)
         if not loaded:
             return True
@@ -362,14 +400,16 @@ class KVExchange(NoExchange, AdmissionGate):
     def _end(self, load: Load, num_blocks: int, outcome: str) -> None:
         """Nothing waits for a load any more: it has ended, or was given up."""
         request = load.request
-        loads = self._stats.num_loads
-        loads[outcome] = loads.get(outcome, 0) + 1
+        source = load.order.source.partition(":")[0]
+        tier = _TIERS.get(source, source)
+        for loads in (self._stats.num_loads, self._stats.num_tier_loads.setdefault(tier, {})):
+            loads[outcome] = loads.get(outcome, 0) + 1
         if not request.is_finished:
             num_tokens = num_blocks * self._manager.block_size
             self._loaded.setdefault(request, []).append((load, num_tokens))
             if num_blocks:
-                by_source, source = request.report.external_by_source, load.order.source.partition(":")[0]
-                by_source[source] = by_source.get(source, 0) + num_tokens
+                by_source, label = request.report.external_by_source, _LABELS.get(source, source)
+                by_source[label] = by_source.get(label, 0) + num_tokens
         if num_blocks:
             now = self.clock()
             self._stats.load_seconds.append(now - load.began)
@@ -422,22 +462,23 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- steps -------------------------------------------------------------------------------------------------
 
     def on_sent(self, output: SchedulerOutput) -> None:
-        now = self.clock()
+        now, loader, saver, leases = self.clock(), self.loader, self.saver, self.leases
         self._steps.send(now)
-        self.saver.note_scheduled(self._steps.num_sent)
-        loads, saves = self.loader.send(self._ids, self._steps.num_received, now), self.saver.send(self._ids)
+        saver.note_scheduled(self._steps.num_sent)
+        loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else []
         self.connector.on_step(output)
-        orders = KVConnectorMetadata(
-            loads=loads,
-            saves=saves + self.leases.send(self._ids),
-            cancels=self._take_cancels(),
-            params=self.connector.build_connector_meta(),
-        )
-        if orders:
-            output.kv_connector_metadata = orders
-        if self._alarm_at != self._next_deadline:
-            self._alarm_at = self._next_deadline
-            self.link.set_alarm(self._alarm_at - now)
+        params = self.connector.build_connector_meta()
+        if loads or saver.unsent or leases.unsent or params or self._has_cancels:
+            saves = saver.send(self._ids) + leases.send(self._ids)
+            output.kv_connector_metadata = KVConnectorMetadata(loads, saves, self._take_cancels(), params)
+        deadline = self._next_deadline
+        if self._alarm_at != deadline:
+            self._alarm_at = deadline
+            self.link.set_alarm(deadline - now)
+
+    @property
+    def _has_cancels(self) -> bool:
+        return bool(self.loader.cancels or self.saver.cancels or self.leases.cancels)
 
     def _take_cancels(self) -> list[int]:
         cancels = self.loader.cancels + self.saver.cancels + self.leases.cancels

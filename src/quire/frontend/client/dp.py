@@ -420,6 +420,11 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
                 "mode wait: engines that share experts (--enable-expert-parallel) restart together, and their requests "
                 "go on then; use mode move"
             )
+        if self.resources.nodes is not None:
+            raise ClientError(
+                "engines that share experts (--enable-expert-parallel) on several machines restart together: end the "
+                "server, which ends its nodes, and start all again"
+            )
         await self._whole(self._restart_group(timeout_s))
 
     async def _restart_group(self, timeout_s: float) -> None:

@@ -140,8 +140,9 @@ class PooledTokens(Protocol):
         """Numbers of this engine's tokens among all, in this step."""
         ...
 
-    def wait(self) -> None:
-        """Returns once all engines have written their answers."""
+    def wait(self, order: Callable[[], Tensor] | None = None) -> None:
+        """Returns once all engines have written their answers. `order` returns the number of each answer's choice,
+        among all choices of all tokens; None: the answers are in the order of the choices."""
         ...
 
 

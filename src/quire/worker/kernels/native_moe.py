@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Structure, byref, pointer
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -163,7 +164,7 @@ class NativeExperts:
             self._args.answers = answers.data_ptr()
             self._run(BETWEEN | ANSWERS)
             rows = own_rows(choices, share.places, share.pool.own)
-            share.pool.wait()
+            share.pool.wait(partial(order_answers, choices, share.places))
             answers = answers if rows is None else answers[rows]
             self._args.answers = answers.data_ptr()
             self._set_tokens(x, ids)
@@ -204,15 +205,20 @@ class NativeExperts:
         return y
 
 
+def order_answers(choices: Tensor, places: Tensor | None) -> Tensor:
+    """Returns the number of the choice of each of the kernel's answers. It has a row for each of the `choices`, [n, k],
+    by the place of the expert and then in their order."""
+    experts = choices.flatten()
+    return torch.argsort(experts if places is None else places[experts], stable=True)
+
+
 def own_rows(choices: Tensor, places: Tensor | None, own: range) -> Tensor | None:
     """Returns which of the kernel's answers are for the tokens `own`, in the order in which it would have them with
-    these alone: it has a row for each of the `choices`, [n, k], by the place of the expert and then in their order.
-    None: all."""
+    these alone. None: all."""
     n, k = choices.shape
     if len(own) == n:
         return None
-    experts = choices.flatten()
-    order = torch.argsort(experts if places is None else places[experts], stable=True)
+    order = order_answers(choices, places)
     return ((order >= own.start * k) & (order < own.stop * k)).nonzero().flatten()
 
 

@@ -18,7 +18,8 @@ from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.record import RecordMac
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorMetadata
+from quire.wire.kv_transfer import KVConnectorMetadata, SaveOrder
+from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
 from quire.worker.kv_transfer.transfers import Load, Namespace, Save
 
@@ -47,11 +48,17 @@ class StoreWorker(RecordWorker):
             self.begin(load.load_id, task)
             self._io.submit_load(task, len(load.keys))
         for save in orders.saves:
-            write = Save(save, self.namespace, self.end)
+            write = self._make_save(save)
             self.begin(save.save_id, write)
             self._io.saves.put(write)
         if orders.params and orders.params.get("reset"):
             self._io.saves.put(self.namespace)
+
+    def _make_save(self, order: SaveOrder) -> Save | Audit:
+        if order.audit is None:
+            return Save(order, self.namespace, self.end)
+        reader = RecordReader(self.directory, self._mac)
+        return Audit(order, self.rank, self.namespace, reader, self.directory.remove, self.end)
 
     def end_all(self) -> None:
         for task in list(self.transfers.values()):
@@ -67,7 +74,7 @@ class _IOThreads:
 
     def __init__(self, directory: StoreDirectory, num_load_threads: int) -> None:
         self.loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self.saves: queue.Queue[Save | Namespace | None] = queue.Queue()
+        self.saves: queue.Queue[Save | Audit | Namespace | None] = queue.Queue()
         """A namespace stands for the order to delete its records."""
         self._directory = directory
         self._is_stopping = False
@@ -103,7 +110,11 @@ class _IOThreads:
     def _run_saves(self) -> None:
         lower_priority()
         writer = StoreWriter(self._directory)
-        task: Save | Namespace | None
+
+        def is_awaited() -> bool:
+            return not self.saves.empty()
+
+        task: Save | Audit | Namespace | None
         while not self._is_stopping:
             try:
                 task = self.saves.get(timeout=writer.seconds_to_seal())
@@ -113,7 +124,9 @@ class _IOThreads:
             if task is None:
                 break
             if isinstance(task, Save):
-                task.run(writer)
+                task.run(writer, is_awaited)
+            elif isinstance(task, Audit):
+                task.run()
             else:
                 _guard(writer.seal)
                 _guard(partial(self._delete, task.fingerprint))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,8 @@ from quire.worker.kv_transfer.worker import Report
 
 logger = init_logger(__name__)
 
+LATE_S = 2.0
+"""Age at which a save gives way to those that wait behind it: the store is slower than the engine."""
 PROGRESS_S = 0.25
 """A load that goes on for longer is reported so often."""
 NO_PLACE = -1
@@ -255,17 +257,21 @@ class Save:
         self.order = order
         self._namespace, self._report = namespace, report
         self._is_cancelled = False
+        self._late_ts = time.monotonic() + LATE_S
 
     def cancel(self) -> None:
         """Ends the save after the block that is being written."""
         self._is_cancelled = True
 
-    def run(self, writer: StoreWriter) -> None:
-        """Writes the blocks and reports the end."""
+    def run(self, writer: StoreWriter, is_awaited: Callable[[], bool] = lambda: False) -> None:
+        """Writes the blocks and reports the end. `is_awaited`: returns whether another save waits for this one."""
         start_ts = time.monotonic()
         num_saved, num_bytes, reason = 0, 0, "" if self._namespace is not None else "error"
         for block in self.order.blocks:
             if self._is_cancelled or self._namespace is None:
+                break
+            if time.monotonic() >= self._late_ts and is_awaited():
+                reason = "rate"
                 break
             try:
                 header = self._namespace.header_of(block.group_id, block.key)

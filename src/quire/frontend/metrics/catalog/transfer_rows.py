@@ -8,6 +8,7 @@ from quire.frontend.metrics.catalog.spec import MetricSpec, each, labelled, of_t
 from quire.wire.kv_transfer import REJECTIONS
 
 TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
+TIERS = ("disk", "remote", "peer")
 SAVE_STATES = ("pinned", "postponed")
 HELD_STATES = ("loading", "loaded", "pinned", "zombie", "quarantined", "leased")
 
@@ -19,6 +20,18 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         labels=("outcome",),
         known=each(TRANSFER_OUTCOMES),
         samples=lambda transfers: labelled(transfers.num_loads),
+    ),
+    of_transfers(
+        name="kv_tier_loads",
+        kind="counter",
+        help="The same by tier. disk: the directory of --kv-store. remote: a block server. peer: another engine.",
+        labels=("tier", "outcome"),
+        known=tuple((tier, outcome) for tier in TIERS for outcome in TRANSFER_OUTCOMES),
+        samples=lambda transfers: [
+            ((tier, outcome), number)
+            for tier, outcomes in transfers.num_tier_loads.items()
+            for outcome, number in outcomes.items()
+        ],
     ),
     of_transfers(
         name="kv_loads_begun",
@@ -61,6 +74,15 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         samples=lambda transfers: labelled(transfers.num_rejected_records),
     ),
     of_transfers(
+        name="kv_audited_blocks",
+        kind="counter",
+        help="KV blocks that audit_share had computed instead of read, by outcome of the comparison with the store. "
+        "skipped: not compared, because it was gone or unreadable, or too many waited.",
+        labels=("outcome",),
+        known=each(("same", "differs", "skipped")),
+        samples=lambda transfers: labelled(transfers.num_audited_blocks),
+    ),
+    of_transfers(
         name="kv_saves_begun",
         kind="counter",
         help="KV blocks that were to be saved. They are those that were saved, that were dropped, and that wait.",
@@ -92,9 +114,10 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         name="kv_saves_dropped",
         kind="counter",
         help="KV blocks that were to be saved and were not, by reason. pins: too many waited, or room was needed. "
-        "evicted: postponed for too long. present: postponed, and stored meanwhile. full: the store or the disk.",
+        "evicted: postponed for too long. present: postponed, and stored meanwhile. full: the store or the disk. "
+        "rate: the store is slower than the engine.",
         labels=("reason",),
-        known=each(("pins", "evicted", "present", "full", "error")),
+        known=each(("pins", "evicted", "present", "full", "error", "rate")),
         samples=lambda transfers: labelled(transfers.num_dropped_blocks),
     ),
     of_transfers(
