@@ -16,9 +16,11 @@ from pathlib import Path
 from quire.config.engine import EngineConfig
 from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.index import StoreScanner
 from quire.kv_store.record import RecordMac
+from quire.kv_store.watch import Name, StoreWatcher
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorMetadata, SaveOrder
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
 from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
 from quire.worker.kv_transfer.transfers import Load, Namespace, Save
@@ -34,6 +36,9 @@ class StoreWorker(RecordWorker):
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         extra = config.kv_transfer_config.kv_connector_extra_config
+        self._scanner: StoreScanner | None = None
+        """Thread that follows the directory, for KV cache events."""
+        self._watch_lock = threading.Lock()
         directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
         super().__init__(config, rank, directory)
         self._mac = RecordMac(directory.key)
@@ -54,6 +59,23 @@ class StoreWorker(RecordWorker):
         if orders.params and orders.params.get("reset"):
             self._io.saves.put(self.namespace)
 
+    def watch(self, fingerprint: bytes, generation: int) -> None:
+        if not self.config.kv_transfer_config.kv_connector_extra_config.get("publish_store"):
+            return
+        with self._watch_lock:
+            self._stop_watching()
+            if not self.is_closed.is_set():
+                report = partial(self._report_changes, generation)
+                self._scanner = StoreScanner(StoreWatcher(self.directory, fingerprint, report))
+
+    def _report_changes(self, generation: int, added: list[Name], removed: list[Name]) -> None:
+        self._report(KVConnectorOutput(info={"watched": [added, removed], "generation": generation}))
+
+    def _stop_watching(self) -> None:
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None:
+            scanner.stop()
+
     def _make_save(self, order: SaveOrder) -> Save | Audit:
         if order.audit is None:
             return Save(order, self.namespace, self.end)
@@ -66,6 +88,7 @@ class StoreWorker(RecordWorker):
                 task.cancel()
 
     def stop_threads(self) -> bool:
+        self._stop_watching()
         return self._io.stop(END_S)
 
 
