@@ -164,6 +164,71 @@ def test_a_killed_actor_with_workers_costs_no_token(
     asyncio.run(run())
 
 
+@pytest.fixture
+def room(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cluster has a processor for each stage of two engines."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    yield
+    for node in nodes:
+        cluster.remove_node(node)
+
+
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("victim", ["workers", "engine"])
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_engines_whose_workers_ray_places(
+    backend: str, victim: str, expected: list[list[int]], adapter: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage of both engines is on a node of its own. The cores are processes of the server, or actors, too. The
+    streams of an engine that loses a stage, or whose core is killed, go on at the other."""
+    monkeypatch.setenv("QUIRE_RAY_DP_PACK_STRATEGY", "span")
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+    if backend == "ray":
+        sizes |= {"data_parallel_backend": "ray", "data_parallel_rpc_port": free_ports()}
+    else:
+        sizes |= {"distributed_executor_backend": "ray"}
+
+    async def run() -> None:
+        llm = make_llm(**sizes)
+        try:
+            started, client = asyncio.Event(), cast(Any, llm.engine_core)
+            await wait_for(lambda: client.num_engines_up == 2)
+            before = actors_with_workers()
+            assert len(before) == 4
+            streams = [asyncio.create_task(tokens_of(llm, i, adapter, started)) for i in range(len(PROMPTS))]
+            await asyncio.wait_for(started.wait(), 120)
+            lost = next(i for i, link in client.engines.links.items() if link.num_live_requests)
+            if victim == "workers":
+                os.kill(before[0], signal.SIGKILL)
+            else:
+                os.kill(client.list_engines()[lost].pid, signal.SIGKILL)
+            assert await asyncio.wait_for(asyncio.gather(*streams), 180) == expected
+            await wait_for(lambda: client.num_engines_up == 2 and len(actors_with_workers()) == 4)
+            after = actors_with_workers()
+            assert len(set(before) & set(after)) == 2, "the other engine has its actors still"
+            if backend == "mp":  # else the end is that of a remote engine
+                assert client.counts["worker_deaths.killed"] == (1 if victim == "workers" else 0)
+        finally:
+            llm.shutdown()
+        await wait_for(lambda: not actors_with_workers())
+
+    asyncio.run(run())
+
+
+def test_several_engines_need_a_cluster_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.on_ray.executor import RayExecutor
+
+    def init(address: str | None, **_: Any) -> None:
+        raise ConnectionError(f"none by {address}")
+
+    monkeypatch.setattr(ray, "init", init)
+    executor = object.__new__(RayExecutor)
+    executor._num_engines = 2
+    with pytest.raises(ConfigError, match=r"no Ray cluster that the engines could share \(none by auto\); start one"):
+        executor._join_cluster()
+
+
 def test_an_engine_without_room_in_the_cluster_is_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with pytest.raises(ConfigError, match="2 stages of 2 CPUs each find no room in the Ray cluster"):

@@ -142,7 +142,9 @@ class ParallelConfig:
     nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
     node_rank: int = flag(0, "Number of this machine among --nnodes.", parse=int, minimum=0, maximum=1023, short="-r")
     master_addr: str = flag("127.0.0.1", "Address of machine 0 of --nnodes.", metavar="HOST")
-    master_port: int = flag(29501, "Port of machine 0 of --nnodes.", **_PORT)
+    master_port: int = flag(
+        29501, "First of the ports of machine 0 of --nnodes: two for each engine, one engine after the other.", **_PORT
+    )
     distributed_executor_backend: str | None = flag(
         None,
         "Executor: uni (one worker, in the engine's process), mp (workers are processes), ray (Ray places them), or "
@@ -201,8 +203,18 @@ class ParallelConfig:
         return range(self.node_rank * size, (self.node_rank + 1) * size)
 
     @property
+    def workers_port(self) -> int:
+        """First of the two ports of machine 0 at which the workers of this engine on other machines are expected."""
+        return self.master_port + (2 * self.engine_index if self.nnodes > 1 else 0)
+
+    @property
+    def has_own_workers(self) -> bool:
+        """True if the workers of an engine are all on the machine of its core."""
+        return self.nnodes == 1 and self.executor_backend != "ray"
+
+    @property
     def has_only_workers(self) -> bool:
-        """True if this machine has workers of an engine whose core is on another machine."""
+        """True if this machine has workers of engines whose cores are on another machine."""
         return self.node_rank > 0
 
     @property
@@ -329,6 +341,8 @@ class ParallelConfig:
     def executor_backend(self) -> str:
         """Name of the executor, or its dotted name."""
         default = "uni" if self.world_size == 1 else "mp"
+        if self.is_on_ray and envs.RAY_DP_PACK_STRATEGY.get() == "span":
+            default = "ray"  # the workers of an engine are on several nodes
         return self.distributed_executor_backend or default
 
     @property
@@ -444,9 +458,9 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "all engines on one machine",
     ),
     (
-        lambda c: c.shares_experts and c.executor_backend == "mp",
-        "--distributed-executor-backend mp: engines that share experts (--enable-expert-parallel) have their worker in "
-        "their own process; leave it out",
+        lambda c: c.shares_experts and c.executor_backend in ("mp", "ray"),
+        "--distributed-executor-backend {c.executor_backend}: engines that share experts (--enable-expert-parallel) "
+        "have their worker in their own process; leave it out",
     ),
     (
         lambda c: c.shares_experts and c.data_parallel_size > 64,
@@ -482,8 +496,9 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "makes one; give --fleet-key FILE on each",
     ),
     (
-        lambda c: c.nnodes > 1 and c.master_port == _MAX_PORT,
-        "--master-port {c.master_port} is the first of two ports that follow one another, and the last of all is 65535",
+        lambda c: c.nnodes > 1 and c.master_port + 2 * c.data_parallel_size - 1 > _MAX_PORT,
+        "--master-port {c.master_port} is the first of two ports for each of {c.data_parallel_size} engines, and the "
+        "last of all is 65535",
     ),
     (
         lambda c: c.executor_backend == "uni" and c.world_size > 1,
@@ -523,9 +538,10 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
     (
-        lambda c: c.executor_backend == "ray" and (c.data_parallel_size > 1 or c.is_on_ray),
-        "--distributed-executor-backend ray with --data-parallel-size {c.data_parallel_size}",
-        "use --data-parallel-backend ray, which places engines of one node each",
+        lambda c: c.executor_backend == "ray" and (c.is_external or c.is_hybrid),
+        "--distributed-executor-backend ray with a server for each machine or engine",
+        "leave out --data-parallel-rank, --data-parallel-start-rank and the modes of load balancing: one server "
+        "chooses among all engines then",
     ),
     (
         lambda c: c.executor_backend == "external_launcher",
@@ -533,10 +549,15 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "use mp, the default",
     ),
     (
-        lambda c: c.nnodes > 1 and c.data_parallel_size > 1,
-        "--nnodes {c.nnodes} with --data-parallel-size {c.data_parallel_size}",
-        "an engine on several machines is the only one of its server; start a server for each such engine, or engines "
-        "of one machine each (--data-parallel-size, and --headless on all but the first)",
+        lambda c: c.nnodes > 1 and (c.is_external or c.is_hybrid or len(c.machine_engines) != c.data_parallel_size),
+        "--nnodes {c.nnodes} with engines of other servers or machines (--data-parallel-backend ray, "
+        "--data-parallel-size-local, --data-parallel-rank, the modes of load balancing)",
+        "the cores of all engines are on machine 0, and their workers on all machines; leave the other flags out",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.has_waves,
+        "--nnodes {c.nnodes} with --dp-coordinator always",
+        "engines with workers on several machines are independent; leave it out",
     ),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

@@ -26,7 +26,7 @@ from quire.frontend.supervision.node import NodeAgent
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.interrupts import Wakeup
 from quire.logger import init_logger
-from quire.on_ray.placement import Placement, RayNode, Strategy, Wish, actor_environment, place_engines
+from quire.on_ray.placement import Placement, RayNode, Strategy, Wish, actor_environment, place_cores, place_engines
 
 logger = init_logger(__name__)
 
@@ -45,6 +45,7 @@ class EngineCoreActor:
 
     def __init__(self, engine_config: bytes, fleet_key: bytes, engine: int) -> None:
         """Raises ConfigError."""
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # the core may have workers of Ray's
         self._agent = NodeAgent(decode_config(engine_config), engines=range(engine, engine + 1), fleet_key=fleet_key)
 
     def run(self) -> None:
@@ -128,16 +129,19 @@ class CoreEngineActorManager(threading.Thread):
             for node in ray.nodes()
             if node["Alive"]
         ]
-        threads = os.environ.get("OMP_NUM_THREADS", "")
+        text, head_ip = os.environ.get("OMP_NUM_THREADS", ""), ray.util.get_node_ip_address()
+        threads = int(text) if text.isdigit() else 0
+        if parallel.executor_backend == "ray":
+            return place_cores(nodes, head_ip, num_engines, threads)
         wish = Wish(
             num_engines,
             parallel.world_size,
             parallel.data_parallel_size_local,
-            int(threads) if threads.isdigit() and int(threads) else None,
+            threads or None,
             self._config.device_config.device == "cuda",
         )
         strategy: Strategy = envs.RAY_DP_PACK_STRATEGY.get() or "strict"  # type: ignore[assignment]
-        return place_engines(nodes, ray.util.get_node_ip_address(), wish, strategy)
+        return place_engines(nodes, head_ip, wish, strategy)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +176,7 @@ class CoreEngineActorManager(threading.Thread):
         parallel = dataclasses.replace(
             parallel,
             data_parallel_backend="mp",
+            distributed_executor_backend=parallel.executor_backend,
             headless=True,
             data_parallel_size_local=place.num_on_node,
             data_parallel_address=parallel.data_parallel_address or ray.util.get_node_ip_address(),

@@ -43,6 +43,10 @@ _CHUNK = struct.Struct("<II")
 """Before each chunk: its bytes, and 1 if it is the last of its message."""
 _HEADS = [struct.Struct(f"<{1 + count}Q") for count in range(16)]
 """Before the frames: their number, and the size of each; by the number, for the usual ones."""
+_WHOLE_HEADS = [struct.Struct(f"<II{1 + count}Q") for count in range(16)]
+"""Both, before a message of one chunk."""
+_WHOLE = struct.Struct("<IIQ")
+"""Their first values: the bytes, 1, and the number of frames."""
 
 
 NO_BELL = -1
@@ -154,15 +158,17 @@ class RingWriter(_Ring):
     def send(self, frames: Sequence[Frame], check: Callable[[], None] = lambda: None) -> None:
         """Writes a message. While the ring is full it calls `check`, which raises if a reader is gone."""
         sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
-        head = _pack_head(sizes)
-        left, room = len(head) + sum(sizes), self._slot_bytes - _CHUNK.size
-        if left <= room:  # most messages
+        count, room = len(sizes), self._slot_bytes - _CHUNK.size
+        left = _WORD_BYTES * (1 + count) + sum(sizes)
+        if left <= room and count < len(_WHOLE_HEADS):  # most messages
             if self._written >= self._has_room_until:
                 self._await_room(check)
-            place = self._slot(self._written)
-            self._memory[place : place + _CHUNK.size + left] = b"".join((_CHUNK.pack(left, 1), head, *frames))
+            place = self._first_slot + self._written % self._num_slots * self._slot_bytes
+            data = b"".join((_WHOLE_HEADS[count].pack(left, 1, count, *sizes), *frames))
+            self._memory[place : place + len(data)] = data
             self._publish()
             return
+        head = _head_of(count).pack(count, *sizes)
         views = (memoryview(frame).cast("B") for frame in frames)
         pieces = [memoryview(head), *(view for view in views if len(view))]
         while left:
@@ -309,40 +315,36 @@ class RingReader(_Ring):
 
     def take(self) -> list[memoryview]:
         """Returns the frames of the message that has begun to arrive. Raises RingBrokenError if its rest does not."""
-        data, is_last = self._take_chunk()
+        place = self._first_slot + self._read % self._num_slots * self._slot_bytes
+        size, is_last, count = _WHOLE.unpack_from(self._memory, place)
+        data = self._memory[place + _CHUNK.size : place + _CHUNK.size + size]
+        self._read += 1
+        self._words[self._place] = self._read
         if not is_last:
-            parts = [data]
-            while not is_last:
-                while not self.is_ready():
-                    if not self._sleep(60.0):
-                        raise RingBrokenError("the process that writes has ended in the middle of a message")
-                data, is_last = self._take_chunk()
-                parts.append(data)
-            data = b"".join(parts)
-        count = int.from_bytes(data[:_WORD_BYTES], "little")
+            data += self._take_rest()
         view, start, frames = memoryview(data), _WORD_BYTES * (1 + count), list[memoryview]()
         for size in _head_of(count).unpack_from(data)[1:]:
             frames.append(view[start : start + size])
             start += size
         return frames
 
-    def _take_chunk(self) -> tuple[bytes, bool]:
-        """Returns the next chunk, and whether it is the last of its message."""
-        place = self._slot(self._read)
-        size, is_last = _CHUNK.unpack_from(self._memory, place)
-        place += _CHUNK.size
-        data = self._memory[place : place + size]
-        self._read += 1
-        self._words[self._place] = self._read
-        return data, bool(is_last)
+    def _take_rest(self) -> bytes:
+        """Returns the bytes of the other chunks of a message."""
+        parts, is_last = list[bytes](), 0
+        while not is_last:
+            while not self.is_ready():
+                if not self._sleep(60.0):
+                    raise RingBrokenError("the process that writes has ended in the middle of a message")
+            place = self._slot(self._read)
+            size, is_last = _CHUNK.unpack_from(self._memory, place)
+            parts.append(self._memory[place + _CHUNK.size : place + _CHUNK.size + size])
+            self._read += 1
+            self._words[self._place] = self._read
+        return b"".join(parts)
 
 
 def _head_of(count: int) -> struct.Struct:
     return _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<{1 + count}Q")
-
-
-def _pack_head(sizes: Sequence[int]) -> bytes:
-    return _head_of(len(sizes)).pack(len(sizes), *sizes)
 
 
 class WorkerLinks(NamedTuple):

@@ -61,7 +61,8 @@ LINGER_MS = 1000
 
 
 def describe_workers(config: EngineConfig) -> dict[str, str]:
-    """Returns what all machines with workers of an engine must have in common, by the name of its flag."""
+    """Returns what all machines with workers of an engine must have in common, by the name of its flag; the engine
+    follows from --master-port."""
     parallel = config.parallel_config
     facts = describe_engine(config)
     del facts["--max-model-len"]  # nodes take the executor's
@@ -70,6 +71,8 @@ def describe_workers(config: EngineConfig) -> dict[str, str]:
         "--pipeline-parallel-size": str(parallel.pipeline_parallel_size),
         "--enable-expert-parallel": str(parallel.enable_expert_parallel),
         "--worker-cls": parallel.worker_cls,
+        "--data-parallel-size": str(parallel.data_parallel_size),
+        "engine": str(parallel.engine_index),
     }
 
 
@@ -125,7 +128,7 @@ class MachineTable:
         parallel = config.parallel_config
         self._config, self.parts = config, list(parts)
         self.session = secrets.token_hex(8).encode()
-        self.address, self.exchange_address = link_addresses(parallel.master_addr, parallel.master_port)
+        self.address, self.exchange_address = link_addresses(parallel.master_addr, parallel.workers_port)
         self.nodes = dict[int, _Node]()
         self._refusals = dict[int, str]()
 

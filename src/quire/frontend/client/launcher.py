@@ -339,9 +339,9 @@ class EngineLauncher:
 
     @property
     def may_scale(self) -> bool:
-        """True if all engines are those of this client."""
+        """True if all engines are those of this client, with their workers on this machine."""
         parallel = self._config.parallel_config
-        return parallel.num_local_engines == parallel.data_parallel_size
+        return parallel.num_local_engines == parallel.data_parallel_size and parallel.has_own_workers
 
     def note_removed(self, engine: int, supervisor: CoreSupervisor) -> None:
         """Records that an engine was removed: if there is one of its index again, its cores have other numbers."""
