@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import Structure
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -142,6 +143,17 @@ class PooledTokens(Protocol):
 
     def wait(self) -> None:
         """Returns once all engines have written their answers."""
+        ...
+
+    @property
+    def step(self) -> Structure:
+        """The numbers of tokens of the present step and the barrier, for a kernel that does all of this by itself:
+        qk_pool_step."""
+        ...
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory that all engines map, for such a kernel: the tokens' x, their ids, and the answers."""
         ...
 
 

@@ -8,6 +8,7 @@ from ctypes import Structure, byref, pointer
 import torch
 from torch import Tensor
 
+from quire.worker.kernels.barrier import check_barrier
 from quire.worker.kernels.base import ExpertsShare, Kernels
 from quire.worker.kernels.library import (
     ACTIVATIONS,
@@ -15,6 +16,7 @@ from quire.worker.kernels.library import (
     DTYPES,
     Context,
     ExpertsArgs,
+    ExpertsPoolStruct,
     PackArgs,
     RouteArgs,
     set_residual,
@@ -135,7 +137,10 @@ class NativeExperts:
         args.num_experts, args.own_experts, args.first_expert = share.num_experts, len(share.experts), share.first
         args.places = None if share.places is None else share.places.data_ptr()
         args.inner_start, args.inner, args.outputs = share.inner.start, len(share.inner), len(share.outputs)
-        if share.gather is None:
+        if share.pool is not None:
+            step, memory = share.pool.step, (t.data_ptr() for t in share.pool.memory)
+            args.pool = pointer(ExpertsPoolStruct(pointer(step), *memory))
+        elif share.gather is None:
             args.answers = share.meeting.data_ptr()
         else:
             args.between, args.between_stride = share.meeting.data_ptr(), share.meeting.stride(0)
@@ -145,6 +150,7 @@ class NativeExperts:
         assert isinstance(context, Context)
         assert context.instruction_set == self._context.instruction_set
         self._context = context
+        context.num_kernels += 1
 
     def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
         args = self._args
@@ -157,19 +163,8 @@ class NativeExperts:
     ) -> Tensor:
         x, ids, weights, share = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._share
         self._args.weights = weights.data_ptr()
-        if share is not None and share.pool is not None:
-            inputs, choices, answers = share.pool.share(x, ids)
-            self._set_tokens(inputs, choices)
-            self._args.answers = answers.data_ptr()
-            self._run(BETWEEN | ANSWERS)
-            rows = own_rows(choices, share.places, share.pool.own)
-            share.pool.wait()
-            answers = answers if rows is None else answers[rows]
-            self._args.answers = answers.data_ptr()
-            self._set_tokens(x, ids)
-            return self._sum(0, torch.empty(x.shape, dtype=x.dtype), residual, shared)
         self._set_tokens(x, ids)
-        if share is None:
+        if share is None or share.pool is not None:
             return self._sum(BETWEEN | ANSWERS, torch.empty(x.shape, dtype=x.dtype), residual, shared)
         if share.gather is None:
             self._run(BETWEEN | ANSWERS)
@@ -189,7 +184,9 @@ class NativeExperts:
 
     def _run(self, steps: int) -> None:
         self._args.steps = steps
-        self._context.library.cdll.qk_experts(self._context.handle, byref(self._args))
+        failure = self._context.library.cdll.qk_experts(self._context.handle, byref(self._args))
+        if failure:
+            check_barrier(failure)
 
     def _sum(self, steps: int, y: Tensor, residual: Tensor | None, shared: Tensor | None) -> Tensor:
         """Runs `steps`, then fills `y` with the sums."""
@@ -202,18 +199,6 @@ class NativeExperts:
             args.shared, args.shared_stride = shared.data_ptr(), shared.stride(0)
         self._run(steps | SUMS)
         return y
-
-
-def own_rows(choices: Tensor, places: Tensor | None, own: range) -> Tensor | None:
-    """Returns which of the kernel's answers are for the tokens `own`, in the order in which it would have them with
-    these alone: it has a row for each of the `choices`, [n, k], by the place of the expert and then in their order.
-    None: all."""
-    n, k = choices.shape
-    if len(own) == n:
-        return None
-    experts = choices.flatten()
-    order = torch.argsort(experts if places is None else places[experts], stable=True)
-    return ((order >= own.start * k) & (order < own.stop * k)).nonzero().flatten()
 
 
 def arrange_biases(gate_up: Tensor, down: Tensor, *, halves_alternate: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,9 @@ is alone: its steps run, for what they set up, and their results mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure, pointer
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,8 +26,10 @@ from quire.failpoints import failpoint
 from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start, generation_start
 from quire.wire.topology import Group
 from quire.worker.attention.backend import Forward, States
-from quire.worker.kernels.barrier import words_bytes
+from quire.worker.attention.native_backend import NativeAttentionBackend
+from quire.worker.kernels.barrier import NativeBarrier, words_bytes
 from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.library import PoolStepStruct
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parallel.shm import SharedBuffers, spin_time
 
@@ -83,6 +87,8 @@ class ExpertsPool:
         """None: this engine is alone."""
         self.num_rows, self.own_rows = 0, range(0)
         """Tokens of the step, and those that are this engine's."""
+        self.step = PoolStepStruct()
+        """The same for native kernels, and the barrier."""
         self.standby: Standby | None = None
         """The experts of the next group, while they are being prepared."""
 
@@ -104,7 +110,22 @@ class ExpertsPool:
         """Computes the steps that follow with the other engines, all of which are in this epoch."""
         words, group = self._words[epoch_start(epoch) :], self.group
         spin_ns = spin_time(self._num_threads)
-        self._barrier = self._kernels.barrier(words[: words_bytes(group.size)], group.index, group.size, spin_ns)
+        self._use(self._kernels.barrier(words[: words_bytes(group.size)], group.index, group.size, spin_ns))
+
+    def _use(self, barrier: Callable[[], None] | None) -> None:
+        self._barrier = barrier
+        self.step.barrier = pointer(barrier.args) if isinstance(barrier, NativeBarrier) else None
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[bool]:
+        """Lets this engine run its model alone inside the block, while the others wait for its part of the step.
+        Returns whether it belongs to them, so that the step has to be run again."""
+        barrier = self._barrier
+        self._use(None)
+        try:
+            yield barrier is not None
+        finally:
+            self._use(barrier)
 
     def begin_step(self, num_rows: int, adapters: PooledAdapters | None = None) -> None:
         """Begins a step, in which this engine has `num_rows` tokens. Raises BarrierError."""
@@ -124,6 +145,7 @@ class ExpertsPool:
         lens = [rows for rows, _, _ in counts]
         first = sum(lens[:index])
         self.num_rows, self.own_rows = sum(lens), range(first, first + num_rows)
+        self.step.tokens, self.step.first = self.num_rows, first
         if adapters is not None:
             segments = [
                 Segments(self._segments[i, 0, :count], self._segments[i, 1, :count], version) if count else None
@@ -172,6 +194,14 @@ class LayerTokens:
         return self._inputs[:count], self._choices[:count], self._answers[: count * self._num_choices]
 
     @property
+    def step(self) -> Structure:
+        return self._pool.step
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._inputs, self._choices, self._answers
+
+    @property
     def own(self) -> range:
         """Numbers of this engine's tokens among all, in this step."""
         return self._pool.own_rows
@@ -189,6 +219,8 @@ class PooledRunner(ModelRunner):
         super().__init__(*arguments, **options)
         self.shared_experts = pool
         """The pool of the present group."""
+        if isinstance(self.backend, NativeAttentionBackend):
+            self.backend.rehearsal = lambda: self.shared_experts.rehearsal()
         self.pooled_adapters: PooledAdapters | None = None
         """None: adapters do not change the experts."""
 
