@@ -17,6 +17,7 @@ import torch
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.lora_request import LoRARequest
 from quire.wire.shared_memory import begin_epoch, end_epoch, has_epoch_ended, make_experts_file
+from quire.worker.attention.native_backend import StepPlanner
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.kernels.library import NativeLibrary
 from quire.worker.kernels.reference import TORCH_KERNELS
@@ -91,12 +92,19 @@ def check_bits(
             rows = logits[step][list(prompts)]
             assert torch.equal(run.logits[step].view(torch.int32), rows.view(torch.int32)), (prompts, step)
             assert run.tokens[step] == [tokens[step][i] for i in prompts]
+        assert is_planned(run.worker) or parts
     assert sum(map(num_weights, workers)) == num_weights(whole)
     assert all(map(num_weights, workers))
     for pool in [worker._pool for worker in workers] if parts else []:
         assert pool is not None
         pool.close()
     return workers
+
+
+def is_planned(worker: Worker) -> bool:
+    """Returns whether the last step ran from a plan."""
+    planner = worker.runner._run_model
+    return isinstance(planner, StepPlanner) and planner.is_planned
 
 
 def num_weights(worker: Worker) -> int:
@@ -209,6 +217,7 @@ def run_resized(
                 own,
                 step,
             )
+        assert is_planned(run.worker)
     return [run.worker for run in done][: list(sizes.values())[-1]]
 
 
