@@ -40,6 +40,10 @@ from quire.worker.kernels.base import Kernels
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parallel.shm import SharedBuffers, spin_time
 
+MEET_S = 5.0
+"""Longest time until the engines of all machines have met: one that is late is waited for outside of a step, where no
+hang is suspected."""
+
 
 class Standby(Protocol):
     """The experts of the next group: worker/loader/standby.py."""
@@ -85,7 +89,7 @@ class Machines:
     def _meet(self) -> HostExchange:
         if self._exchange is None:
             try:
-                self._exchange = HostExchange(self.network, self._check, TIMEOUT_MS / 1000)
+                self._exchange = HostExchange(self.network, self._check, TIMEOUT_MS / 1000, MEET_S)
             except ConfigError as e:
                 raise ConfigError(
                     f"hidden states cannot be exchanged at {self.network.address}: --data-parallel-address is an "
