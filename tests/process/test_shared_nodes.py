@@ -152,6 +152,29 @@ async def survive(key: str, event: Callable[[Scene], Awaitable[None]]) -> None:
                 assert await asyncio.to_thread(scene.node.process.wait, 30) == 0
 
 
+def test_a_node_outlives_its_server_and_joins_the_next(key: str) -> None:
+    """To the node the first server is gone without a word; its engine knows greater waves and epochs than the next."""
+    port = free_ports(NUM)
+
+    async def serve(proxy: Proxy, events: Callable[[DPLBAsyncMPClient], Awaitable[None]]) -> int:
+        async with running(fake_args("Sharing", **shared_args(key, port))) as engine:
+            client = dp_client(engine)
+            proxy.stall()
+            await wait_for(lambda: client.num_engines_up == 2)
+            await read_while(engine, events(client))
+            await check_free(engine)
+            assert (client.counts["deaths"], client.counts["poisoned_requests"]) == (0, 0)
+            pid = await pid_of(client)
+            proxy.stall(*range(NUM))
+        return pid
+
+    async def nothing(client: DPLBAsyncMPClient) -> None:
+        await wait_for(lambda: client.engines.links[1].num_live_requests > 0)
+
+    with contextlib.closing(Proxy(port, NUM)) as proxy, node_process(key, proxy.first):
+        assert len({asyncio.run(serve(proxy, nothing)) for _ in range(3)}) == 1
+
+
 def test_a_mixture_on_two_machines_answers_as_on_one_engine(key: str, tmp_path: Path) -> None:
     """The node has two of three engines; one is killed, then one at the server, and then all get new weights."""
     first, second = (make_tiny_checkpoint(tmp_path / str(seed), "mixtral", seed=seed) for seed in (0, 1))
