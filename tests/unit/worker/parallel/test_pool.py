@@ -10,17 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.lora_request import LoRARequest
-from quire.wire.shared_memory import begin_epoch, end_epoch, make_experts_file
+from quire.wire.shared_memory import begin_epoch, end_epoch, has_epoch_ended, make_experts_file
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.kernels.library import NativeLibrary
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.moe import Experts
 from quire.worker.lora import sites
+from quire.worker.parallel.pool import Machines, Rows
 from quire.worker.worker import Worker
 from tests.checkpoints import MakeCheckpoint
 
@@ -116,6 +118,26 @@ def test_engines_on_several_machines_have_the_bits_of_one(
 ) -> None:
     flags = {"dtype": "bfloat16", **BY_TURNS}
     check_bits(tiny_checkpoint("mixtral"), THREE, library, monkeypatch, parts, **flags)
+
+
+def test_a_lost_exchange_ends_the_epoch_of_its_machine() -> None:
+    networks, file = make_networks((1, 1)), make_experts_file()
+    first, second = (Machines(network, True, (file, 1 + i, 0)) for i, network in enumerate(networks))
+    rows = [Rows(torch.zeros(2, 3), lambda machine: slice(machine, machine + 1))]
+    in_threads([lambda: first.pass_on(rows), lambda: second.pass_on(rows)])
+    first.close()
+    with pytest.raises(BarrierError, match="the connection to the first machine's workers has ended"):
+        second.pass_on(rows)
+    assert (has_epoch_ended(file, 1), has_epoch_ended(file, 2)) == (False, True)
+    second.close()
+    end_epoch(file, 1)
+    with pytest.raises(BarrierError, match="another engine of the step has ended"):
+        first.pass_on(rows)
+    taken = Machines(msgspec.structs.replace(networks[0], address="tcp://192.0.2.1:9"), True, (file, 3, 0))
+    with pytest.raises(ConfigError, match="the first of seven free ports there"):
+        taken.pass_on(rows)
+    follower = Machines(networks[0], False, (file, 1, 0))
+    follower.pass_on(rows)  # another engine of its machine does
 
 
 @pytest.mark.slow
