@@ -36,7 +36,7 @@ from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.nodes import read_fleet_key
-from quire.wire.ring import NO_BELL, Waiter, make_bell
+from quire.wire.ring import NO_BELL, RingReader, Waiter, make_bell
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.shared_memory import read_barrier_wait, set_abort_word
 from quire.wire.topology import Topology
@@ -153,7 +153,7 @@ class MultiprocExecutor(Executor):
             while not self._is_answered(call):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{call.verb} was not answered by all workers within {timeout_s:g} s")
-                self._sleep(deadline)
+                self._sleep(deadline, call)
         finally:
             self._pending.pop(call.call_id, None)
         if self._lost is not None:
@@ -176,15 +176,22 @@ class MultiprocExecutor(Executor):
                     self._pending[reply.call_id].answers[worker.rank] = reply, frames
         return self._lost is not None or len(call.answers) == len(call.ranks)
 
-    def _sleep(self, deadline: float | None = None) -> None:
-        """Returns once an answer may have come. Raises ServerError if a worker has ended."""
-        sleeping = [worker.answers for worker in self._workers if worker.answers.begin_sleep()]
-        is_rung = True
-        if len(sleeping) == len(self._workers):
+    def _rings_of(self, call: _Call | None) -> list[RingReader]:
+        """Returns the rings whose answers wake the thread that waits for `call`. Of a call of all workers it is that of
+        the last one that is missing: each time it woke it would take a processor that another worker may need."""
+        if call is None or len(call.ranks) == 1:
+            return [worker.answers for worker in self._workers]  # also of those whose only answer is an error
+        return [self._workers[max(rank for rank in call.ranks if rank not in call.answers)].answers]
+
+    def _sleep(self, deadline: float | None = None, call: _Call | None = None) -> None:
+        """Returns once an answer may have come, to `call` if it is given. Raises ServerError if a worker has ended."""
+        rings, is_rung = self._rings_of(call), True
+        sleeping = [ring for ring in rings if ring.begin_sleep()]
+        if len(sleeping) == len(rings):
             left = 1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))
             is_rung = self._waiter.wait(left) == [self._waiter.bell]
-        for answers in sleeping:
-            answers.end_sleep()
+        for ring in sleeping:
+            ring.end_sleep()
         if not is_rung:
             self._check_alive()
 
