@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import io
 import re
 import statistics
@@ -52,6 +53,17 @@ class Import:
         return self.imported.split(".")[0]
 
 
+def parse(text: str) -> ast.Module:
+    """Returns the syntax tree of a module. It has no garbage; to look for some takes three quarters of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Source:
     """One file of the package, read and parsed once."""
 
@@ -59,7 +71,7 @@ class Source:
         self.path = path
         self.text = path.read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
-        self.tree = ast.parse(self.text)
+        self.tree = parse(self.text)
         parts = path.relative_to(src).with_suffix("").parts
         self.module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         self.folder = "/".join(parts[1:-1])

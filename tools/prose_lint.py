@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.measures import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "quire"
 ENFORCED = (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
@@ -111,7 +113,7 @@ def check_prose(text: str, is_docstring: bool = True) -> Iterator[tuple[str, str
 
 def check_source(source: str, path: Path) -> list[Offence]:
     """Returns the offences of one module: docstrings, strings under fields, comments, and names that are metaphors."""
-    nodes = list(statements(ast.parse(source)))
+    nodes = list(statements(parse(source)))
     offences = [
         Offence(path, line, rule, text) for line, prose in docstrings(nodes) for rule, text in check_prose(prose)
     ]

@@ -94,8 +94,9 @@ ENGINE_READY_TIMEOUT_S = EnvVar(
 RAY_DP_PACK_STRATEGY = EnvVar(
     "QUIRE_RAY_DP_PACK_STRATEGY",
     "strict",
-    "Engines of a Ray node: as many as --data-parallel-size-local says (strict), or as many as fit (fill). Stages of "
-    "an engine whose workers Ray places: on one node (strict, fill), or on several (span).",
+    "Engines of a Ray node: as many as --data-parallel-size-local says (strict), or as many as fit (fill); span: the "
+    "workers of each are placed by themselves. Stages of an engine whose workers Ray places: on one node (strict, "
+    "fill), or on several (span).",
     "VLLM_RAY_DP_PACK_STRATEGY",
 )
 LEAN_TORCH = EnvVar(

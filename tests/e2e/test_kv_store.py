@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, EngineArgs, LoRARequest, SamplingParams
+from quire.engine.kv_cache.changes import Change
 from quire.engine.kv_cache.loader import BlockLoader
-from quire.errors import ServerError
+from quire.engine.kv_cache.store_scheduler import StoreScheduler
+from quire.engine.kv_events import KVEventPublisher
+from quire.errors import ConfigError, ServerError
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.index import StoreIndex
+from quire.kv_store.extent import open_extent, read_header
+from quire.kv_store.index import StoreIndex, StoreScanner
+from quire.kv_store.peer.server import BlockServer, DirectorySource, Record
 from quire.testing.metrics_audit import MetricsAudit
 from quire.testing.tiny_models import make_tiny_checkpoint
+from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, decode_batch
+from quire.wire.kv_peers import RecordName
+from quire.worker.kv_transfer import tiers
 from tests.adapters import tensors, write_adapter
 from tests.unit.engine.kv_cache.disk_connector import DiskConnector
 
@@ -291,6 +299,125 @@ def test_a_store_beside_peers_has_what_a_dead_peer_has_not_sent(
     with engine(model, tmp_path / "first", kv_transfer_config=peers) as d:
         make_step(d)
         assert ask(d, dead) == (expected, None, {"disk": NUM_STORED * 16})
+
+
+@pytest.mark.parametrize("is_beside_a_store", [False, True])
+def test_a_remote_store_has_the_bits_of_what_is_computed(
+    is_beside_a_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups, of which one has a window. Whatever the server sends afterwards, an answer has its bits."""
+    monkeypatch.setattr(tiers, "ASK_S", 60.0)
+    monkeypatch.setattr(BlockLoader, "check_deadlines", lambda self, now: [])  # a slow machine takes blocks, too
+    model = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2")
+    with engine(model, tmp_path / "served") as llm:
+        expected, _ = answer(llm)
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+    store = StoreDirectory.open(tmp_path / "served", 0, is_made=False)
+    source = DirectorySource(store)
+    server = BlockServer(source, store.key, "tcp://127.0.0.1:0")
+    own = tmp_path / "own" if is_beside_a_store else None
+    with engine(model, own, kv_store_remote=server.address) as llm:
+        make_step(llm)
+        assert answer(llm) == (expected, NUM_STORED * 16)
+        found = audited(llm)
+        assert found.value("vllm:prompt_tokens_cached_by_source", "p2p") == NUM_STORED * 16
+        assert found.value("quire_kv_tier_loads", "remote", "ok") == 1
+        honest = source.read
+
+        def lie(fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
+            record = honest(fingerprint, lease, key)
+            assert record is not None
+            return record[0], bytes(record[1][:-1]) + bytes([record[1][-1] ^ 1])
+
+        monkeypatch.setattr(source, "read", lie)
+        llm.reset_prefix_cache()
+        assert answer(llm) == (expected, 0)
+        assert audited(llm).value("quire_kv_records_rejected", "mac") == 1
+        llm.reset_prefix_cache()
+        assert answer(llm) == (expected, 0), "it rests"
+        assert audited(llm).value("quire_kv_loads_begun") == 2
+    server.close()
+    store.close()
+
+
+def test_an_audit_compares_what_was_computed_with_what_is_stored(tmp_path: Path) -> None:
+    """Computes all blocks that could be read; they have the bits of the stored ones. One that has others is not read
+    any more."""
+    model, directory = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2"), tmp_path / "store"
+    with engine(model, directory) as llm:
+        expected, _ = answer(llm)
+    extra = {"path": str(directory), "max_bytes": 1 << 30, "audit_share": 1.0}
+    auditing = {"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+    def audit() -> dict[str, float]:
+        with engine(model, None, kv_transfer_config=auditing) as llm:
+            assert answer(llm) == (expected, 0)
+            while not (found := audited(llm)).value("quire_kv_audited_blocks"):
+                make_step(llm)
+            return {o: found.value("quire_kv_audited_blocks", o) for o in ("same", "differs", "skipped")}
+
+    all_same = audit()
+    assert all_same["same"] >= NUM_STORED, "two groups, of which one may have dropped blocks"
+    assert all_same["differs"] == all_same["skipped"] == 0
+    store = StoreDirectory.open(directory, 1 << 30)
+    (extent,) = store.list_extents()
+    table = store.load_table(extent)
+    assert table is not None
+    entry, descriptor = table.entries[3], open_extent(store.descriptor, extent.name)
+    header = read_header(descriptor, entry.offset)
+    payload = bytearray(os.pread(descriptor, entry.payload_bytes, entry.offset + entry.head_bytes))
+    os.close(descriptor)
+    payload[7] ^= 1
+    writer = store.create_extent(table.fingerprint)
+    writer.append(header, [memoryview(payload)])
+    writer.seal()
+    assert audit() == {"same": all_same["same"] - 1, "differs": 1, "skipped": 0}
+    assert [found.name for found in store.list_extents()] == [extent.name]
+    store.close()
+    with engine(model, directory) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
+
+
+def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applies the events of an engine that finds a store, stores more, and loses all."""
+    known, cleared = set[tuple[int, int]](), list[None]()
+
+    def publish(publisher: KVEventPublisher, changes: list[Change]) -> None:
+        for event in decode_batch(publisher._encoder.encode(0.0, changes)).events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+                cleared.append(None)
+            elif event.medium == "STORAGE":
+                assert event.locality == "LOCAL"
+                names = {(event.group_idx or 0, int(each)) for each in event.block_hashes}
+                known.difference_update(names) if isinstance(event, BlockRemoved) else known.update(names)
+
+    monkeypatch.setattr(KVEventPublisher, "publish", publish)
+    monkeypatch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+    model, directory = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2"), tmp_path / "store"
+    extra = {"path": str(directory), "max_bytes": 1 << 30, "publish_store": True}
+    transfer = {"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    flags = {"kv_transfer_config": transfer, "kv_events_config": events}
+
+    def until(llm: LLM, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            make_step(llm)
+
+    with engine(model, None, **flags) as llm:
+        answer(llm)
+        until(llm, lambda: len(known) >= NUM_STORED)
+    num_stored = count_blocks(directory)
+    with engine(model, None, **flags) as llm:
+        until(llm, lambda: len(known) == num_stored)
+        assert llm.reset_prefix_cache()
+        assert len(cleared) >= 3
+        until(llm, lambda: len(known) == num_stored)
+        for extent in directory.glob("*.kvx"):
+            extent.unlink()
+        until(llm, lambda: not known)
+    with pytest.raises(ConfigError, match="enable them with --kv-events-config"):
+        StoreScheduler.check_config(EngineArgs(str(model), kv_transfer_config=transfer).create_engine_config())
 
 
 @pytest.mark.parametrize("is_async", [False, True])

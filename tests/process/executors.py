@@ -17,8 +17,10 @@ from quire.errors import ModelLoadError, ServerError
 from quire.failpoints import failpoint
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_hardware import InFlight
+from quire.wire.exchange import ExchangeLostError, HostExchange
 from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.shared_memory import EPOCHS_BYTES, epoch_start, generation_start
+from quire.wire.worker_link import WorkerNetwork
 
 from .pace import LEISURELY_STEP_S, PACE_FILE
 
@@ -151,9 +153,15 @@ class Sharing(Steady):
         self._words = memoryview(mmap.mmap(self._parallel.experts_file, EPOCHS_BYTES, offset=start)).cast("I")
         self._epoch, self._generation = 0, 0
         """Epoch 0: this engine is alone."""
+        self._network: WorkerNetwork | None = None
+        self._exchange: HostExchange | None = None
 
-    def join_engines(self, epoch: int) -> None:
-        self._epoch, self._generation = epoch, 0
+    def join_engines(self, epoch: int, network: WorkerNetwork | None = None) -> None:
+        """`network`: the engines are on machines of their own."""
+        self._epoch, self._generation, self._network = epoch, 0, network
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     def prepare_experts(self, num_engines: int, generation: int) -> Future[None]:
         failpoint("worker.standby")
@@ -179,6 +187,9 @@ class Sharing(Steady):
         if not self._epoch:
             return
         start, self._generation = epoch_start(self._epoch) // 4, self._generation + 1
+        if self._network is not None:
+            self._meet_afar(self._network, start)
+            return
         self._words[start + 16 * (1 + self._rank)] = self._generation
         for rank in range(self._size):
             while (found := self._words[start + 16 * (1 + rank)]) < self._generation and not self._words[start]:
@@ -187,6 +198,21 @@ class Sharing(Steady):
                 raise ServerError("another engine has ended")
             if found > self._generation + 1:
                 raise RuntimeError(f"engine {rank} is at step {found}, and engine {self._rank} at {self._generation}")
+
+    def _meet_afar(self, network: WorkerNetwork, start: int) -> None:
+        def check() -> None:
+            if self._words[start]:
+                raise ServerError("another engine has ended")
+
+        try:
+            if self._exchange is None:
+                self._exchange = HostExchange(network, check, 60.0)
+            steps = self._exchange.exchange([b"%d" % self._generation])
+        except ExchangeLostError:
+            self._words[start] = 1
+            raise
+        if any(int(step) != self._generation for (step,) in steps):
+            raise RuntimeError(f"others are at the steps {steps}, and engine {self._rank} at {self._generation}")
 
     def execute_dummy_batch(self) -> None:
         self._meet()

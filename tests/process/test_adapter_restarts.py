@@ -242,7 +242,7 @@ PLACES = ("lora.remove", "lora.pack", "lora.read", "lora.install")
 
 
 @pytest.mark.parametrize(
-    ("num_adapters", "num_resident", "num_kills"), [(8, 3, 0), pytest.param(200, 120, 12, marks=pytest.mark.slow)]
+    ("num_adapters", "num_resident", "num_kills"), [(6, 3, 0), pytest.param(200, 120, 12, marks=pytest.mark.slow)]
 )
 def test_deaths_where_adapters_are_read_packed_installed_and_removed(
     num_adapters: int,

@@ -1,5 +1,5 @@
-"""An engine whose workers are on two "machines" of one loopback interface: the texts of one worker, also when a worker
-or a machine is killed under load."""
+"""Engines whose workers are on two "machines" of one loopback interface: the texts of one worker, also when a worker or
+a machine is killed under load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fields(tmp_path: Path) -> dict[str, Any]:
     key.chmod(0o600)
     sizes = {"max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "enable_lora": True}
     sizes["engine_link_timeout_s"] = 1.0
-    return {**sizes, "nnodes": 2, "master_port": free_ports(2), "fleet_key": str(key)}
+    return {**sizes, "nnodes": 2, "master_port": free_ports(4), "fleet_key": str(key)}
 
 
 @contextlib.contextmanager
@@ -51,11 +51,19 @@ def machine(fields: dict[str, Any]) -> Iterator[BackgroundProgram]:
 
 @pytest.mark.slow  # calls and deaths are in test_worker_hub.py, bits in test_net.py
 @pytest.mark.parametrize("victim", ["worker", "machine", "link"])
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+    ],
+)
 def test_a_death_on_another_machine_costs_no_token(
-    size: str, victim: str, fields: dict[str, Any], expected: list[list[int]], adapter: LoRARequest
+    sizes: dict[str, int], victim: str, fields: dict[str, Any], expected: list[list[int]], adapter: LoRARequest
 ) -> None:
-    asyncio.run(killed({**fields, size: 2}, victim, expected, adapter))
+    """Two engines have a worker each on both machines."""
+    asyncio.run(killed({**fields, **sizes}, victim, expected, adapter))
 
 
 async def killed(fields: dict[str, Any], victim: str, expected: list[list[int]], adapter: LoRARequest) -> None:
@@ -67,16 +75,18 @@ async def killed(fields: dict[str, Any], victim: str, expected: list[list[int]],
         started = asyncio.Event()
         streams = [asyncio.create_task(tokens_of(llm, i, adapter, started)) for i in range(len(PROMPTS))]
         await asyncio.wait_for(started.wait(), 60)
-        (theirs,) = workers_of(node.process.pid)
+        theirs, num_engines = workers_of(node.process.pid), fields.get("data_parallel_size", 1)
+        assert len(theirs) == num_engines
         if victim == "worker":
-            os.kill(theirs, signal.SIGKILL)
+            os.kill(theirs[0], signal.SIGKILL)
+            theirs = theirs[:1]
         elif victim == "machine":
             node.process.kill()
         else:
             node.process.send_signal(signal.SIGSTOP)  # its end of the link falls silent
-        await wait_for(lambda: client.counts["worker_deaths.killed"] == 1)
+        await wait_for(lambda: client.counts["worker_deaths.killed"] == len(theirs))
         node.process.send_signal(signal.SIGCONT)
-        await wait_for(lambda: not is_running(theirs))
+        await wait_for(lambda: not any(map(is_running, theirs)))
         if victim == "machine":
             node = stack.enter_context(machine(fields))
         assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected

@@ -259,8 +259,8 @@ async def generate_all(
         return tokens
 
 
-def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager[Engine]:
-    args = EngineArgs(
+def mixture_args(path: Path, **fields: Any) -> EngineArgs:
+    return EngineArgs(
         str(path),
         dtype="bfloat16",
         max_model_len=512,
@@ -268,10 +268,12 @@ def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager
         device="cpu",
         kv_cache_memory_bytes=1 << 24,
         skip_tokenizer_init=True,
-        data_parallel_size=size,
         **fields,
     )
-    return running(args)
+
+
+def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager[Engine]:
+    return running(mixture_args(path, data_parallel_size=size, **fields))
 
 
 @pytest.mark.slow
@@ -325,13 +327,13 @@ def test_a_mixture_takes_new_weights_and_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mixture_with_adapters_answers_as_one_engine(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path / "model", "mixtral", seed=0)
-    own = {name: target for name, target in targets_of(path).items() if ".experts." not in name}
-    adapters = [None, *(write_whole_adapter(tmp_path / str(i), own, 5, i) for i in (1, 2))]
+    adapters = [None, *(write_whole_adapter(tmp_path / str(i), targets_of(path), 5, i) for i in (1, 2))]
 
     async def run(size: int, **fields: Any) -> list[list[int]]:
         async with mixture(path, size, enable_lora=True, **fields) as engine:
             tasks = [asyncio.create_task(generate(engine, i, 100, adapters[i % 3])) for i in range(6)]
             if size > 1:
+                await kill_and_wait(dp_client(engine), 1)
                 await dp_client(engine).scale(3)
             return list(await asyncio.gather(*tasks))
 

@@ -89,10 +89,10 @@ def program(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
     ("text", "exit_code"),
     [
         ("generate(SHORT)", 0),
-        ("raise RuntimeError('a bug of the user')", 1),
+        pytest.param("raise RuntimeError('a bug of the user')", 1, marks=pytest.mark.slow),
         ("threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()\ngenerate(LONG)", -signal.SIGINT),
         ("generate(SHORT)\nllm.shutdown()\nllm.shutdown()\nsys.exit(3)", 3),
-        ("del llm\nprint(llm)", 1),
+        pytest.param("del llm\nprint(llm)", 1, marks=pytest.mark.slow),
         ("global_cycle = [llm]\nglobal_cycle.append(global_cycle)\ndel llm", 0),
         ("llm.llm_engine.add_request('a', 'x', LONG)", 0),
     ],

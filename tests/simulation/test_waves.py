@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from quire.coordinator import CoordinatorState, CoordinatorTurn, Order
-from quire.engine.waves import Pause, Verdict, WaveState, WaveTurn, agree
+from quire.engine.waves import Pause, WaveState, WaveTurn
+from quire.wire.group import Verdict, agree
 
 from . import wave_model
 from .wave_model import Engine, Scope, explore

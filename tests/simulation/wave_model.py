@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from quire.coordinator import CoordinatorState, Order
-from quire.engine.waves import Pause, Verdict, Vote, WaveEffect, WaveState, WaveTurn, agree
+from quire.engine.waves import Pause, WaveEffect, WaveState, WaveTurn
+from quire.wire.group import Verdict, Vote, agree
 
 T = TypeVar("T")
 Channel = tuple[Any, ...]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tools.measures import parse
+
 import quire
 from quire.failpoints import FAILPOINTS
 
@@ -65,7 +67,7 @@ def _calls() -> list[tuple[str, Path, str]]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        for function in ast.walk(ast.parse(text)) if "failpoint(" in text else ():
+        for function in ast.walk(parse(text)) if "failpoint(" in text else ():
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 found += [(name, path, function.name) for name in _names(function)]
     return found

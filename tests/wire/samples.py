@@ -34,6 +34,18 @@ from quire.wire.execution import (
     NewRequestData,
     SchedulerOutput,
 )
+from quire.wire.group import (
+    EpochEnd,
+    GroupNetwork,
+    GroupRefusal,
+    GroupVerdict,
+    GroupWelcome,
+    HubLaunch,
+    Ping,
+    RankState,
+    Standing,
+    Verdict,
+)
 from quire.wire.handshake import (
     ClientAddresses,
     CoordinatorAddresses,
@@ -207,7 +219,7 @@ PHASE_TRACE = PhaseTrace("0_request", "prefill", 1.5, 2.5, 32, 16, True)
 PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1}, (1.5, 2.5))
 TRANSFER_STATS = KVTransferStats(
     *(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9, {"broken": 10}),
-    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9),
+    *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9, {"disk": {"ok": 1}}, {"same": 1}),
 )
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
@@ -243,6 +255,9 @@ OUTPUT = EngineCoreOutput(
     adapter=ADAPTER,
 )
 ADDRESSES = EngineZmqAddresses(["ipc:///a"], ["ipc:///b"], "ipc:///c", "ipc:///d", "ipc:///e")
+GROUP_NETWORK = GroupNetwork("tcp://a:1", "tcp://a:2", b"key", 2.5, b"machine", "tcp://b:3")
+HUB_LAUNCH = HubLaunch(3, "tcp://a:4", "tcp://a:5", "tcp://a:1", CURVE_KEYS)
+RANK_STATE = RankState(2, 3, Standing.MEMBER, 5, (True, False), 2**64 - 1, 8, 4, 6, b"machine", "tcp://b:3")
 COORDINATOR_ADDRESSES = CoordinatorAddresses("ipc:///front", "ipc:///back", "ipc:///intake")
 FULL_SPEC = FullAttentionSpec(16, 2, 64, "float32")
 EXTRA_LAYER = ExtraKVCacheLayer("draft.layer.0", FULL_SPEC, 1)
@@ -260,7 +275,7 @@ LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
 SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
 TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "lease")], [6], {"x": 1})
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
-SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io")
+SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io", [2])
 
 TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1)
 FULL: dict[str, Any] = {
@@ -334,7 +349,7 @@ FULL: dict[str, Any] = {
     "BlockKey": BLOCK_KEY,
     "LoadOrder": LOAD_ORDER,
     "SavedBlock": SAVED_BLOCK,
-    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease"),
+    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease", {"x": 1}),
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,
@@ -380,11 +395,32 @@ FULL: dict[str, Any] = {
     "PeerMessage": PeerMessage(5, "abort", -1, (["a"], True), {"b": 1}, "NotFoundError", "there is none"),
     "EngineStatus": EngineStatus("FAILED", False, True, 9, 4711, "ModelLoadError", "no such file", "abc"),
     "EngineHandshakeMetadata": EngineHandshakeMetadata(
-        ADDRESSES, b"\x81\xa1a\x01", 3, False, "/tmp/page", 9, {"rank": 1}, True, "/tmp/group", 11, CURVE_KEYS, 2, True
+        ADDRESSES,
+        b"\x81\xa1a\x01",
+        3,
+        False,
+        "/tmp/page",
+        9,
+        {"rank": 1},
+        True,
+        "/tmp/group",
+        11,
+        CURVE_KEYS,
+        2,
+        True,
+        GROUP_NETWORK,
     ),
+    "RankState": RANK_STATE,
+    "GroupWelcome": GroupWelcome(4),
+    "GroupRefusal": GroupRefusal("the weights differ"),
+    "GroupVerdict": GroupVerdict(5, 2, Verdict.STOP, 4, 6, b"life-6", [[0, 1], [2]], "tcp://10.0.0.2:7"),
+    "EpochEnd": EpochEnd(6),
+    "Ping": Ping(),
+    "GroupNetwork": GROUP_NETWORK,
+    "HubLaunch": HUB_LAUNCH,
     "ReconfigureDistributedRequest": ReconfigureDistributedRequest(3, 1, -2, "10.0.0.1", 7, [8, 9], 10, 2, "/tmp/g.2"),
     "CoordinatorAddresses": COORDINATOR_ADDRESSES,
-    "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS),
+    "CoordinatorLaunch": CoordinatorLaunch(COORDINATOR_ADDRESSES, 2, 4711, CURVE_KEYS, HUB_LAUNCH),
     "FullAttentionSpec": FULL_SPEC,
     "ChunkedSpec": ChunkedSpec(16, 2, 64, "float16", 96),
     "LatentSpec": LatentSpec(16, 1, 576, "float32"),

@@ -13,6 +13,7 @@ from typing import Any
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.terminal import file_bytes
 from quire.errors import ConfigError
+from quire.failpoints import arm_failpoints
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import Entry, find_damage, follow, open_extent
 from quire.kv_store.peer.server import BlockServer, DirectorySource
@@ -72,6 +73,7 @@ def run(args: Arguments) -> int:
 
 def _serve(store: StoreDirectory, address: str) -> None:
     """Serves the records until SIGINT or SIGTERM."""
+    arm_failpoints()
     is_over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_over.set())

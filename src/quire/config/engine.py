@@ -231,7 +231,7 @@ class EngineConfig:
 def describe_engine(config: EngineConfig) -> dict[str, str]:
     """Returns what all engines of a server must have in common, on whatever machine, by the name of its flag. Paths are
     not among it, nor what only changes how fast an engine is."""
-    model, lora = config.model_config, config.lora_config
+    model, lora, parallel = config.model_config, config.lora_config, config.parallel_config
     hf_config = json.dumps(dict(model.hf_config.raw), sort_keys=True, default=str).encode()
     return {
         "--model": f"{model.hf_config.architecture or '-'} of config {hashlib.sha256(hf_config).hexdigest()[:12]}",
@@ -245,4 +245,16 @@ def describe_engine(config: EngineConfig) -> dict[str, str]:
         "--kv-cache-dtype": config.cache_config.cache_dtype,
         "--grammar-backend": config.structured_outputs_config.grammar_backend,
         "--enable-lora": f"rank {lora.max_lora_rank}, {lora.lora_dtype}" if lora.enable_lora else "False",
+        "--enable-expert-parallel": str(parallel.shares_experts),
+        **(_describe_sharing(config) if parallel.shares_experts else {}),
+    }
+
+
+def _describe_sharing(config: EngineConfig) -> dict[str, str]:
+    """Returns what engines that share experts must have in common besides."""
+    scheduler = config.scheduler_config
+    return {
+        "--expert-placement-strategy": config.parallel_config.expert_placement_strategy,
+        "--max-num-batched-tokens": str(scheduler.max_num_batched_tokens),
+        "--max-num-seqs": str(scheduler.max_num_seqs),
     }

@@ -271,9 +271,7 @@ def _check_transfer(config: EngineConfig) -> None:
         and name == FOREIGN
         and "a connector written for vLLM's interface sees the blocks of one worker only yet; --kv-store and "
         "PeerConnector can be used",
-        "workers on several machines": (
-            config.parallel_config.nnodes > 1 or config.parallel_config.executor_backend == "ray"
-        )
+        "workers on several machines": not config.parallel_config.has_own_workers
         and "each worker's blocks are on its own machine, and nothing looks for them there yet; leave one of them out",
         "--device cuda": config.device_config.device == "cuda" and "only blocks in main memory can be stored yet",
     }

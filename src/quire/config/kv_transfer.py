@@ -96,6 +96,9 @@ _STORE_BOUNDS = {
         FieldBound("skip_salted", "bool"),
         FieldBound("max_write_bytes_per_s", "int", 1, 1 << 40),
         FieldBound("max_pinned_share", "float", 0.0, 0.9),
+        FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
+        FieldBound("audit_share", "float", 0.0, 1.0),
+        FieldBound("publish_store", "bool"),
         FieldBound("min_load_tokens", "int", 1, 1 << 30),
         FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
         FieldBound("load_bias", "float", 0.0, 1e9),
@@ -139,6 +142,11 @@ class KVTransferConfig:
         minimum=MIN_STORE_BYTES,
     )
     kv_store_skip_salted: bool = flag(False, "Keep blocks of requests with a cache_salt out of --kv-store.")
+    kv_store_remote: str | None = flag(
+        None,
+        "Read KV blocks from the server of another machine's store, too: `quire kv-store serve` (docs/kv_store.md).",
+        metavar="ADDRESS",
+    )
     transfer: dict[str, Any] | None = flag(
         None,
         "JSON object: a store (docs/kv_store.md) or peers (docs/disaggregation.md), as vLLM configures its connectors.",
@@ -160,6 +168,8 @@ class KVTransferConfig:
     """A load may be predicted to take so many times as long as computing."""
     max_pinned_share: float = 0.05
     """Largest share of the blocks that may wait to be saved."""
+    audit_share: float = 0.0
+    """Share of the loads that are computed instead, and compared."""
     load_timeout_s: float = 2.0
     """A load without progress for so many seconds is given up."""
 
@@ -176,6 +186,10 @@ class KVTransferConfig:
 
     def settle(self) -> KVTransferConfig:
         """Returns the configuration with the connector that the flags ask for. Raises ConfigError."""
+        settled = self._settle_local()
+        return settled if self.kv_store_remote is None else settled.with_tiers([self.kv_store_remote])
+
+    def _settle_local(self) -> KVTransferConfig:
         if self.transfer:
             given = self._settle_json(self.transfer)
             if self.kv_store is None:
@@ -188,9 +202,33 @@ class KVTransferConfig:
             return self._join(self._settle_store(), given)
         return self if self.kv_store is None else self._settle_store()
 
+    def with_tiers(self, tiers: list[str]) -> KVTransferConfig:
+        """Returns a settled configuration that reads from block servers, too. Raises ConfigError."""
+        for address in tiers:
+            _check_tier(address)
+        if self.kv_role == "kv_producer":
+            raise ConfigError(f"{FLAG}: kv_role kv_producer loads nothing, and the block server {tiers[0]} is read")
+        if self.kv_connector is None or self.kv_connector == STORE:
+            store = self.kv_connector_extra_config
+            path = {"path": store["path"]} if "path" in store else {}  # weights are hashed once
+            keys = _peer_keys({"peers": [], "tiers": tiers, **path}, None, 0)
+            tuned = {"min_load_tokens": self.min_load_tokens, "load_bias": self.load_bias}
+            readers = dataclasses.replace(self._with_connector(PEERS, keys | tuned), kv_role="kv_consumer")
+            return readers if self.kv_connector is None else self._join(self, readers)
+        if self.kv_connector == BOTH:
+            return dataclasses.replace(self, parts=(self.parts[0], self.parts[1].with_tiers(tiers)))
+        if self.kv_connector != PEERS:
+            raise ConfigError(f"--kv-store-remote: kv_connector {self.kv_connector} has its own sources; leave one out")
+        extra = self.kv_connector_extra_config
+        return dataclasses.replace(self, kv_connector_extra_config={**extra, "tiers": [*extra["tiers"], *tiers]})
+
     def _settle_store(self) -> KVTransferConfig:
         if not self.kv_store:
             raise ConfigError("--kv-store is empty; name a directory")
+        if self.kv_store.startswith(("tcp://", "ipc://")):
+            raise ConfigError(
+                f"--kv-store {self.kv_store} is no directory; --kv-store-remote reads from a server at an address"
+            )
         return self._with_store(
             {"path": self.kv_store, "max_bytes": self.kv_store_size, "skip_salted": self.kv_store_skip_salted}
         )
@@ -205,6 +243,7 @@ class KVTransferConfig:
             min_load_tokens=peers.min_load_tokens,
             load_bias=peers.load_bias,
             max_pinned_share=store.max_pinned_share,
+            audit_share=store.audit_share,
         )
 
     def _settle_json(self, values: Mapping[str, Any]) -> KVTransferConfig:
@@ -238,7 +277,10 @@ class KVTransferConfig:
             keys = _peer_keys(given_extra, given.get("engine_id"), given.get("kv_port", 0))
             return dataclasses.replace(self._with_connector(PEERS, keys), kv_role=role)
         extra = _store_keys(name, given_extra)
-        return dataclasses.replace(self._with_store(extra), kv_role=role)
+        tiers = extra.pop("tiers", [])
+        _check_keys({"tiers": tiers}, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
+        store = dataclasses.replace(self._with_store(extra), kv_role=role)
+        return store.with_tiers(tiers) if tiers else store
 
     def _with_foreign(self, given: Mapping[str, Any], policy: str) -> KVTransferConfig:
         """Returns the configuration of a connector that is written for vLLM's interface, of a module of the user's."""
@@ -274,7 +316,9 @@ class KVTransferConfig:
 
     def _with_connector(self, name: str, keys: dict[str, Any]) -> KVTransferConfig:
         """Returns the configuration with a connector; keys that all connectors have are taken out of its own."""
-        defaults = {key: getattr(self, key) for key in ("min_load_tokens", "load_bias", "max_pinned_share")}
+        defaults = {
+            key: getattr(self, key) for key in ("min_load_tokens", "load_bias", "max_pinned_share", "audit_share")
+        }
         if "kv_recompute_threshold" in keys:
             keys["min_load_tokens"] = keys.pop("kv_recompute_threshold")
         tuned = {key: keys.pop(key, value) for key, value in defaults.items()}
@@ -327,10 +371,20 @@ def _find_native_parts(given: Mapping[str, Any]) -> list[Mapping[str, Any]] | No
     return [stores[0], peers[0]]
 
 
+def _check_tier(address: str) -> None:
+    """Raises ConfigError unless this is the address of a block server."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    is_tcp = address.startswith("tcp://") and bool(host) and port.isdecimal() and 0 < int(port) <= 0xFFFF
+    if not is_tcp and not address.startswith("ipc:///"):
+        raise ConfigError(f"{address!r} is no address of a block server; give tcp://HOST:PORT or ipc:///PATH")
+
+
 def _peer_keys(extra: Mapping[str, Any], engine_id: str | None, port: int) -> dict[str, Any]:
     """Returns all keys of `PEERS`. Raises ConfigError."""
     where = f"{FLAG}: kv_connector_extra_config"
     _check_keys(extra, _PEER_BOUNDS, where)
+    for address in extra.get("tiers", ()):
+        _check_tier(address)
     listen = extra.get("listen", f"tcp://127.0.0.1:{port}")
     host = listen.removeprefix("tcp://").rpartition(":")[0]
     if host in ("*", "0.0.0.0", "[::]", "::"):

@@ -84,7 +84,7 @@ class ParallelConfig:
     )
     data_parallel_rpc_port: int = flag(
         29550,
-        "First of three ports of the first machine at which engines report.",
+        "First of three ports of the first machine at which engines report; of seven if they share experts.",
         short="-dpp",
         **_PORT,
     )
@@ -142,7 +142,9 @@ class ParallelConfig:
     nnodes: int = flag(1, "Machines that one engine's workers are on.", parse=int, minimum=1, maximum=1024, short="-n")
     node_rank: int = flag(0, "Number of this machine among --nnodes.", parse=int, minimum=0, maximum=1023, short="-r")
     master_addr: str = flag("127.0.0.1", "Address of machine 0 of --nnodes.", metavar="HOST")
-    master_port: int = flag(29501, "Port of machine 0 of --nnodes.", **_PORT)
+    master_port: int = flag(
+        29501, "First of the ports of machine 0 of --nnodes: two for each engine, one engine after the other.", **_PORT
+    )
     distributed_executor_backend: str | None = flag(
         None,
         "Executor: uni (one worker, in the engine's process), mp (workers are processes), ray (Ray places them), or "
@@ -201,8 +203,18 @@ class ParallelConfig:
         return range(self.node_rank * size, (self.node_rank + 1) * size)
 
     @property
+    def workers_port(self) -> int:
+        """First of the two ports of machine 0 at which the workers of this engine on other machines are expected."""
+        return self.master_port + (2 * self.engine_index if self.nnodes > 1 else 0)
+
+    @property
+    def has_own_workers(self) -> bool:
+        """True if the workers of an engine are all on the machine of its core."""
+        return self.nnodes == 1 and self.executor_backend != "ray"
+
+    @property
     def has_only_workers(self) -> bool:
-        """True if this machine has workers of an engine whose core is on another machine."""
+        """True if this machine has workers of engines whose cores are on another machine."""
         return self.node_rank > 0
 
     @property
@@ -297,6 +309,19 @@ class ParallelConfig:
         """True if the engines step together."""
         return (self.dp_coordinator == "always" and self.data_parallel_size > 1) or self.shares_experts
 
+    @property
+    def spans_machines(self) -> bool:
+        """True if the engines that share experts are on several machines."""
+        return self.shares_experts and (self.headless or self.num_remote_engines > 0)
+
+    @property
+    def _num_ports(self) -> int:
+        return 7 if self.spans_machines else 3
+
+    @property
+    def _ports_in_words(self) -> str:
+        return {3: "three", 7: "seven"}[self._num_ports]
+
     def with_engines(self, num_engines: int, generation: int) -> ParallelConfig:
         """Returns the same for another number of engines that share experts, in a group of this number."""
         return dataclasses.replace(
@@ -316,6 +341,8 @@ class ParallelConfig:
     def executor_backend(self) -> str:
         """Name of the executor, or its dotted name."""
         default = "uni" if self.world_size == 1 else "mp"
+        if self.is_on_ray and envs.RAY_DP_PACK_STRATEGY.get() == "span":
+            default = "ray"  # the workers of an engine are on several nodes
         return self.distributed_executor_backend or default
 
     @property
@@ -415,14 +442,25 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "--dp-coordinator always: 2 to 64 engines step together, not {c.data_parallel_size}",
     ),
     (
-        lambda c: c.shares_experts and c.num_local_engines != c.data_parallel_size,
-        "--enable-expert-parallel: engines that share experts are those of one server on one machine, and this one has "
-        "{c.num_local_engines} of {c.data_parallel_size}; leave it out: each engine has all experts then",
+        lambda c: c.shares_experts and (c.is_external or c.is_hybrid),
+        "--enable-expert-parallel: engines that share experts are those of one server, and a load balancer of yours "
+        "(--data-parallel-rank, --data-parallel-hybrid-lb) has several; leave it out, and each engine has all experts; "
+        "or give --headless on all machines but the first",
     ),
     (
-        lambda c: c.shares_experts and c.executor_backend == "mp",
-        "--distributed-executor-backend mp: engines that share experts (--enable-expert-parallel) have their worker in "
-        "their own process; leave it out",
+        lambda c: c.shares_experts and c.data_parallel_size_local == 0 and not c.is_on_ray,
+        "--data-parallel-size-local 0 with --enable-expert-parallel: engines that share experts exchange hidden states "
+        "through one on the server's machine, as nodes open no port; give 1 or more",
+    ),
+    (
+        lambda c: c.enable_elastic_ep and c.spans_machines,
+        "--enable-elastic-ep: engines that share experts on several machines keep their number; leave it out, or have "
+        "all engines on one machine",
+    ),
+    (
+        lambda c: c.shares_experts and c.executor_backend in ("mp", "ray"),
+        "--distributed-executor-backend {c.executor_backend}: engines that share experts (--enable-expert-parallel) "
+        "have their worker in their own process; leave it out",
     ),
     (
         lambda c: c.shares_experts and c.data_parallel_size > 64,
@@ -458,8 +496,9 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "makes one; give --fleet-key FILE on each",
     ),
     (
-        lambda c: c.nnodes > 1 and c.master_port == _MAX_PORT,
-        "--master-port {c.master_port} is the first of two ports that follow one another, and the last of all is 65535",
+        lambda c: c.nnodes > 1 and c.master_port + 2 * c.data_parallel_size - 1 > _MAX_PORT,
+        "--master-port {c.master_port} is the first of two ports for each of {c.data_parallel_size} engines, and the "
+        "last of all is 65535",
     ),
     (
         lambda c: c.executor_backend == "uni" and c.world_size > 1,
@@ -479,9 +518,9 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
         "--data-parallel-address; leave it out",
     ),
     (
-        lambda c: c.data_parallel_rpc_port > _MAX_PORT - 2,
-        "--data-parallel-rpc-port {c.data_parallel_rpc_port} is the first of three ports that follow one another, and "
-        "the last of all is 65535",
+        lambda c: c.data_parallel_rpc_port > _MAX_PORT - c._num_ports + 1,
+        "--data-parallel-rpc-port {c.data_parallel_rpc_port} is the first of {c._ports_in_words} ports that "
+        "follow one another, and the last of all is 65535",
     ),
     (
         lambda c: c.is_on_ray and (c.headless or c.is_external or c.is_hybrid),
@@ -499,9 +538,10 @@ _MISTAKES: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
 
 NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
     (
-        lambda c: c.executor_backend == "ray" and (c.data_parallel_size > 1 or c.is_on_ray),
-        "--distributed-executor-backend ray with --data-parallel-size {c.data_parallel_size}",
-        "use --data-parallel-backend ray, which places engines of one node each",
+        lambda c: c.executor_backend == "ray" and (c.is_external or c.is_hybrid),
+        "--distributed-executor-backend ray with a server for each machine or engine",
+        "leave out --data-parallel-rank, --data-parallel-start-rank and the modes of load balancing: one server "
+        "chooses among all engines then",
     ),
     (
         lambda c: c.executor_backend == "external_launcher",
@@ -509,10 +549,15 @@ NOT_BUILT: list[tuple[Callable[[ParallelConfig], bool], str, str]] = [
         "use mp, the default",
     ),
     (
-        lambda c: c.nnodes > 1 and c.data_parallel_size > 1,
-        "--nnodes {c.nnodes} with --data-parallel-size {c.data_parallel_size}",
-        "an engine on several machines is the only one of its server; start a server for each such engine, or engines "
-        "of one machine each (--data-parallel-size, and --headless on all but the first)",
+        lambda c: c.nnodes > 1 and (c.is_external or c.is_hybrid or len(c.machine_engines) != c.data_parallel_size),
+        "--nnodes {c.nnodes} with engines of other servers or machines (--data-parallel-backend ray, "
+        "--data-parallel-size-local, --data-parallel-rank, the modes of load balancing)",
+        "the cores of all engines are on machine 0, and their workers on all machines; leave the other flags out",
+    ),
+    (
+        lambda c: c.nnodes > 1 and c.has_waves,
+        "--nnodes {c.nnodes} with --dp-coordinator always",
+        "engines with workers on several machines are independent; leave it out",
     ),
 ]
 """Features that are not built yet: a test, the flag, and what works instead."""

@@ -24,14 +24,16 @@ from quire.engine.dp_group import MAX_RANKS, Agreement, DPGroup
 from quire.engine.elastic import ElasticEPScalingState, Resizing, ScalingEffect, Stage
 from quire.engine.executor.abstract import Executor
 from quire.engine.heartbeat import HeartbeatWriter
+from quire.engine.net_group import NetGroup
 from quire.engine.proc import EngineCoreProc
 from quire.engine.request import Request
-from quire.engine.waves import Verdict, Vote, WaveEffect, WaveState, WaveTurn
+from quire.engine.waves import WaveEffect, WaveState, WaveTurn
 from quire.errors import ClientError, ConfigError, ServerError
 from quire.failpoints import failpoint
 from quire.logger import init_logger
 from quire.wire.elastic import EEP_NOTIFICATION_CALL_ID, EEPNotificationType, ReconfigureDistributedRequest
 from quire.wire.engine_core import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
+from quire.wire.group import GroupNetwork, Verdict, Vote
 from quire.wire.handshake import COORDINATOR
 from quire.wire.heartbeat import IDLE_STAMP_INTERVAL_S
 from quire.wire.stats import SchedulerStats
@@ -48,7 +50,7 @@ def digest_of(*facts: object) -> int:
 
 
 def open_group(parallel: ParallelConfig, page: Path) -> DPGroup:
-    """Returns the group of engines that share experts, which this one has not joined yet."""
+    """Returns the group of engines of one machine that share experts, which this one has not joined yet."""
     size, experts, generation = parallel.data_parallel_size, parallel.experts_file, parallel.experts_generation
     return DPGroup(page, parallel.engine_index, size, experts_file=experts, generation=generation)
 
@@ -62,16 +64,22 @@ class DPEngineCoreProc(EngineCoreProc):
         executor_class: type[Executor],
         log_stats: bool,
         *,
-        group_file: Path,
+        group_file: Path | None = None,
+        group_network: GroupNetwork | None = None,
         include_finished_set: bool = False,
         heartbeat: HeartbeatWriter | None = None,
     ) -> None:
-        """Joins the group once everything else is ready: before that, the others do not wait for it."""
+        """Joins the group once everything else is ready: before that, the others do not wait for it. The group is in
+        the page `group_file`, or on several machines, at the hub of `group_network`."""
         parallel = config.parallel_config
-        if parallel.shares_experts:
-            self._group = open_group(parallel, group_file)
+        self._group: DPGroup | NetGroup
+        if group_network is not None:
+            rank, size, file = parallel.engine_index, parallel.data_parallel_size, parallel.experts_file
+            self._group = NetGroup(group_network, rank, size, file, self.wake)
+        elif parallel.shares_experts:
+            self._group = open_group(parallel, group_file or Path())
         else:
-            self._group = DPGroup(group_file, parallel.engine_index, MAX_RANKS)
+            self._group = DPGroup(group_file or Path(), parallel.engine_index, MAX_RANKS)
         self._newcomer: ElasticEPScalingState | None = None
         """State of an engine that is started for a group which does not compute yet."""
         if parallel.is_scale_up_launch:
@@ -88,6 +96,8 @@ class DPEngineCoreProc(EngineCoreProc):
         """Epoch that the worker has joined."""
         if self._group.shares_experts:
             self.heartbeat.least_tokens = config.scheduler_config.max_num_batched_tokens or 0
+            if group_network is not None:  # a step may last until the silence of another machine is noticed
+                self.heartbeat.least_s = group_network.silence_s / 2
             self.lifecycle.before_update, self.lifecycle.on_update = self._leave_epoch, self._note_update
         self.ready_response = dataclasses.replace(self.ready_response, experts_generation=parallel.experts_generation)
         weights = digest_of(str(config.model_config.model_dir), self.lifecycle.get_weight_version())
@@ -169,10 +179,10 @@ class DPEngineCoreProc(EngineCoreProc):
             executed = super()._process_engine_step()
             if self.waves.is_running:
                 self._take(self.waves.on_step(executed, self.lifecycle.is_sleeping()))
-        except ServerError:
+        except ServerError as e:
             if not self._group.is_lost:
                 raise
-            logger.warning("another engine has ended: this step is computed again when its experts are back")
+            logger.warning("a step is computed again when all engines and their experts are there: %s", e)
             self.heartbeat.idle()
             if not self._follow_resizing():
                 self._group.rejoin()
@@ -217,7 +227,8 @@ class DPEngineCoreProc(EngineCoreProc):
         if self._group.shares_experts and self._group.epoch != self._epoch:
             self._epoch = self._group.epoch
             self._group.watch(self.wake)
-            self.executor.collective_rpc("join_engines", args=(self._epoch,))
+            network = self._group.network
+            self.executor.collective_rpc("join_engines", args=(self._epoch, *([] if network is None else [network])))
         self._take(self.waves.on_verdict(agreement.verdict, agreement.wave, self._has_own_work()))
         if agreement.verdict is not Verdict.GO:
             self._report_wave()
@@ -283,6 +294,8 @@ class DPEngineCoreProc(EngineCoreProc):
         group = self._group
         if not group.shares_experts:
             raise ClientError(NOTHING_SHARED)
+        if isinstance(group, NetGroup):
+            raise ClientError("engines that share experts on several machines keep their number")
         if self.lifecycle.is_sleeping():
             raise ClientError("this engine is asleep: call wake_up() before the number of engines is changed")
         self.discard_prepared_elastic_ep()

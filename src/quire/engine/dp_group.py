@@ -1,4 +1,5 @@
 """The group of engines of one host that step together: its members, and their agreement after each step.
+`net_group.py` has that of engines on several machines.
 
 The group is a shared page. Each rank has a place in it, with a word for its standing and one for each of its last two
 votes. Agreements are numbered, and a vote carries the number of its agreement. When all members have voted, one of them
@@ -33,8 +34,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.engine.waves import Verdict, Vote, agree
 from quire.errors import ConfigError
+from quire.wire.group import Verdict, Vote, agree
 from quire.wire.shared_memory import GROUP_PAGE_BYTES, begin_epoch, end_epoch, has_epoch_ended
 
 MAX_RANKS = 64
@@ -179,6 +180,11 @@ class DPGroup:
     def shares_experts(self) -> bool:
         """True if no rank can step without the others."""
         return self._experts is not None
+
+    @property
+    def network(self) -> None:
+        """The machines of this rank's epoch: there is one only."""
+        return None
 
     @property
     def is_lost(self) -> bool:

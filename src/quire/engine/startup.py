@@ -159,6 +159,8 @@ WAVE_CORE = "quire.engine.dp:DPEngineCoreProc"
 
 def choose_core_class(metadata: EngineHandshakeMetadata, independent: Callable[..., T]) -> Callable[..., T]:
     """Returns what makes the core: `independent`, or for an engine of a group the class that steps with the others."""
+    if metadata.group_network is not None:
+        return partial(resolve(WAVE_CORE), group_network=metadata.group_network)
     if metadata.group_file is None:
         return independent
     return partial(resolve(WAVE_CORE), group_file=Path(metadata.group_file))

@@ -29,42 +29,10 @@ or a coordinator that died, loses no request (`CoordinatorState` in `coordinator
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-
-class Verdict(IntEnum):
-    """The common next step of all engines after an agreement."""
-
-    GO = 1
-    """The wave goes on."""
-    STOP = 2
-    """None has requests: the wave is over."""
-    PAUSE = 3
-    """The same, because all are to pause."""
-
-
-class Vote(NamedTuple):
-    """Contribution of one engine to an agreement."""
-
-    has_work: bool
-    """True if it has requests that it may compute."""
-    is_pausing: bool
-
-
-def agree(votes: Iterable[Vote], any_paused: bool = False) -> Verdict | None:
-    """Returns the verdict. While some engines are to pause and others do not know yet, all go on.
-
-    `any_paused`: others are paused, and do not vote. Nothing is decided without them (None) but that all pause.
-    """
-    votes = tuple(votes)
-    num_pausing = sum(vote.is_pausing for vote in votes)
-    if any(vote.has_work for vote in votes) or 0 < num_pausing < len(votes):
-        verdict = Verdict.GO
-    else:
-        verdict = Verdict.PAUSE if num_pausing else Verdict.STOP
-    return None if any_paused and verdict is not Verdict.PAUSE else verdict
+from quire.wire.group import Verdict, Vote
 
 
 class Pause(IntEnum):

@@ -301,6 +301,11 @@ def _age(extent: ExtentFile) -> tuple[int, str]:
 # -- the key --------------------------------------------------------------------------------------------------------
 
 
+def has_key(directory: str) -> bool:
+    """Returns whether there is a key for a directory: none would be made."""
+    return bool(envs.KV_STORE_KEY_FILE.get()) or os.path.lexists(Path(directory).expanduser() / KEY_NAME)
+
+
 def load_key(directory: Path, *, is_made: bool = True) -> bytes:
     """Returns the key of a directory; `is_made`: it is made if there is none. Raises ConfigError."""
     given = envs.KV_STORE_KEY_FILE.get()

@@ -1,4 +1,4 @@
-"""An executor whose workers Ray places: `--distributed-executor-backend ray`.
+"""An executor whose workers Ray places: `--distributed-executor-backend ray`. Each engine of a server has its own.
 
 The workers of a stage are processes of one actor, on a bundle of the engine's placement group. An actor is a machine to
 the executor, which speaks with it by the link of workers on several machines (`engine/executor/worker_hub.py`): Ray
@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -71,12 +73,26 @@ class RayExecutor(MultiprocExecutor):
         self._bundles: Any = None
         """The placement group."""
         self._plan: StagePlan | None = None
+        self._num_engines = config.parallel_config.data_parallel_size
         stamp("ray", allowance_s=HANDSHAKE_TIMEOUT_S)
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that begins here reports no usage
-            ray.init(log_to_driver=True, include_dashboard=False)
+            self._join_cluster()
         super().__init__(config)
+
+    def _join_cluster(self) -> None:
+        """Connects to the cluster. One engine alone begins one where there is none. Raises ConfigError."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that begins here reports no usage
+        is_single, on_term = self._num_engines == 1, signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address=None if is_single else "auto", log_to_driver=True, include_dashboard=False)
+        except ConnectionError as e:
+            raise ConfigError(
+                f"--data-parallel-size {self._num_engines} with --distributed-executor-backend ray: there is no Ray "
+                f"cluster that the engines could share ({e}); start one (ray start --head), or set RAY_ADDRESS"
+            ) from e
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_term)  # Ray has set its own, which would end a core in the middle
 
     def _find_parts(self) -> list[int]:
         parallel = self.config.parallel_config
@@ -92,6 +108,7 @@ class RayExecutor(MultiprocExecutor):
             parallel.tensor_parallel_size,
             int(threads) if threads.isdigit() and int(threads) else None,
             envs.RAY_DP_PACK_STRATEGY.get() if envs.RAY_DP_PACK_STRATEGY.is_set else None,
+            self._num_engines,
         )
         return [0, *[parallel.tensor_parallel_size] * parallel.pipeline_parallel_size]
 
@@ -101,7 +118,7 @@ class RayExecutor(MultiprocExecutor):
             port = free.getsockname()[1]
         parallel = dataclasses.replace(self.config.parallel_config, master_addr=ip, master_port=port)
         config = dataclasses.replace(self.config, parallel_config=parallel)
-        hub = WorkerHub(config, key, parts, self._late.theirs.send)
+        hub = WorkerHub(config, key, parts, self._late.theirs.send, self._waiter.bell)
         try:
             self._start_actors(config, key, len(parts))
         except BaseException:
@@ -120,9 +137,21 @@ class RayExecutor(MultiprocExecutor):
             )
         nodes: dict[int, str] = placement_group_table(self._bundles)["bundles_to_node_id"]
         counts, size = Counter(nodes.values()), config.parallel_config.tensor_parallel_size
-        if config.parallel_config.cpu_bind == "auto":  # stages on one node would be bound to the same processors
-            parallel = dataclasses.replace(config.parallel_config, cpu_bind="none")
-            config = dataclasses.replace(config, parallel_config=parallel)
+        cpus = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes()}
+        parallel = config.parallel_config
+        if parallel.cpu_bind == "auto":  # stages on one node would be bound to the same processors
+            parallel = dataclasses.replace(parallel, cpu_bind="none")
+        if self._num_engines > 1:  # those of others on its node are neighbours: not each node has all engines
+            parallel = dataclasses.replace(
+                parallel,
+                headless=True,
+                data_parallel_size_local=1,
+                data_parallel_start_rank=parallel.engine_index,
+                data_parallel_backend="mp",
+                dp_coordinator="auto",
+                fleet_key="given",
+            )
+        config = dataclasses.replace(config, parallel_config=parallel)
         make: Any = ray.remote(WorkersActor)
         for index in range(len(plan.bundles)):
             strategy = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
@@ -132,7 +161,8 @@ class RayExecutor(MultiprocExecutor):
                 "scheduling_strategy": strategy,
                 "runtime_env": {"env_vars": actor_environment(os.environ, plan.threads)},
             }
-            num_neighbours = (counts[nodes[index]] - 1) * size
+            own = counts[nodes[index]]
+            num_neighbours = (own - 1 + plan.count_others(cpus[nodes[index]], own, self._num_engines)) * size
             actor = make.options(**options).remote(encode_config(config), key, index + 1, num_machines, num_neighbours)
             self._actors.append(actor)
             self._ends.append(actor.run.remote())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from quire.frontend.supervision.node import NodeAgent
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.interrupts import Wakeup
 from quire.logger import init_logger
-from quire.on_ray.placement import Placement, RayNode, Strategy, Wish, actor_environment, place_engines
+from quire.on_ray.placement import Placement, RayNode, Strategy, Wish, actor_environment, place_cores, place_engines
 
 logger = init_logger(__name__)
 
@@ -44,11 +45,31 @@ class EngineCoreActor:
 
     def __init__(self, engine_config: bytes, fleet_key: bytes, engine: int) -> None:
         """Raises ConfigError."""
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # the core may have workers of Ray's
         self._agent = NodeAgent(decode_config(engine_config), engines=range(engine, engine + 1), fleet_key=fleet_key)
 
     def run(self) -> None:
         """Serves. Raises as `NodeAgent.run`. The end of the call is the end of the engine."""
         self._agent.run()
+
+
+class DPMoEEngineCoreActor(EngineCoreActor):
+    """The actor of an engine that shares the experts of a mixture with those of other actors.
+
+    To the others it is a machine of its own, also where Ray has placed several on one node. The actor of the first
+    engine is where all exchange hidden states; the hub of the group names its address to the others.
+    """
+
+    def __init__(self, engine_config: bytes, fleet_key: bytes, engine: int) -> None:
+        ip = ray.util.get_node_ip_address()
+        with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET) as free:
+            port = free.getsockname()[1]
+        self._agent = NodeAgent(
+            decode_config(engine_config),
+            engines=range(engine, engine + 1),
+            fleet_key=fleet_key,
+            listens=f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}",
+        )
 
 
 class _Engine:
@@ -108,16 +129,19 @@ class CoreEngineActorManager(threading.Thread):
             for node in ray.nodes()
             if node["Alive"]
         ]
-        threads = os.environ.get("OMP_NUM_THREADS", "")
+        text, head_ip = os.environ.get("OMP_NUM_THREADS", ""), ray.util.get_node_ip_address()
+        threads = int(text) if text.isdigit() else 0
+        if parallel.executor_backend == "ray":
+            return place_cores(nodes, head_ip, num_engines, threads)
         wish = Wish(
             num_engines,
             parallel.world_size,
             parallel.data_parallel_size_local,
-            int(threads) if threads.isdigit() and int(threads) else None,
+            threads or None,
             self._config.device_config.device == "cuda",
         )
         strategy: Strategy = envs.RAY_DP_PACK_STRATEGY.get() or "strict"  # type: ignore[assignment]
-        return place_engines(nodes, ray.util.get_node_ip_address(), wish, strategy)
+        return place_engines(nodes, head_ip, wish, strategy)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -152,13 +176,14 @@ class CoreEngineActorManager(threading.Thread):
         parallel = dataclasses.replace(
             parallel,
             data_parallel_backend="mp",
+            distributed_executor_backend=parallel.executor_backend,
             headless=True,
             data_parallel_size_local=place.num_on_node,
             data_parallel_address=parallel.data_parallel_address or ray.util.get_node_ip_address(),
             fleet_key="given",
         )
         config = encode_config(dataclasses.replace(self._config, parallel_config=parallel))
-        make: Any = ray.remote(EngineCoreActor)
+        make: Any = ray.remote(DPMoEEngineCoreActor if parallel.shares_experts else EngineCoreActor)
         make = make.options(
             num_cpus=0,
             max_restarts=0,
@@ -197,6 +222,8 @@ class CoreEngineActorManager(threading.Thread):
         backoff_s = engine.budget.take(time.monotonic())
         if backoff_s is None:
             logger.error("engine %d is not started again: its budget of %s is used up", engine.index, engine.budget)
+            if self._config.parallel_config.shares_experts:  # the others cannot go on without it
+                self._on_failed(error or EngineDeadError(f"engine {engine.index} cannot be started again"))
             return
         try:
             (self._places[engine],) = self._place(1)

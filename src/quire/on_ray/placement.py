@@ -113,6 +113,17 @@ def _describe_cpus(wish: Wish) -> str:
     return f"{wish.num_workers * (wish.cpus_per_worker or 1)} CPUs"
 
 
+def place_cores(nodes: Sequence[RayNode], head_ip: str, num_engines: int, threads: int) -> list[Placement]:
+    """Returns a place for the core of each engine whose workers are placed by themselves: one node after the other, the
+    head's own first. `threads` of each worker; 0: as many as find room. Raises ConfigError for a cluster without nodes.
+    """
+    ordered = sorted(nodes, key=lambda node: (node.ip != head_ip, node.ip))
+    if not ordered:
+        raise ConfigError("the Ray cluster has no node for the engines; add nodes")
+    ips = [ordered[engine % len(ordered)].ip for engine in range(num_engines)]
+    return [Placement(ip, [{f"node:{ip}": NODE_SHARE}], threads, 1) for ip in ips]
+
+
 class StagePlan(NamedTuple):
     """Bundles for the stages of one engine, and how Ray places them."""
 
@@ -122,16 +133,27 @@ class StagePlan(NamedTuple):
     strategy: str
     """Strategy of the placement group."""
 
+    def count_others(self, node_cpus: float, num_own: int, num_engines: int) -> int:
+        """Returns how many stages of other engines may be on a node that has `num_own` of one engine's."""
+        room = int(node_cpus // self.bundles[0]["CPU"])
+        return max(0, min(room - num_own, (num_engines - 1) * len(self.bundles)))
+
 
 def plan_stages(
-    nodes: Sequence[RayNode], num_stages: int, num_workers: int, cpus_per_worker: int | None, strategy: str | None
+    nodes: Sequence[RayNode],
+    num_stages: int,
+    num_workers: int,
+    cpus_per_worker: int | None,
+    strategy: str | None,
+    num_engines: int = 1,
 ) -> StagePlan:
     """Returns the bundles of an engine of `num_stages` with `num_workers` each, all of which are on one node, as stages
-    that follow one another need not be. `strategy`: strict and fill: all stages on one node; span: on several; None: on
-    one if there is room. Raises ConfigError where the cluster has not enough of what they need."""
+    that follow one another need not be. All of `num_engines` find room with such bundles. `strategy`: strict and fill:
+    all stages on one node; span: on several; None: on one if there is room. Raises ConfigError where the cluster has
+    not enough of what they need."""
     strategies: dict[str, tuple[str, Callable[[int], int]]] = {
-        "strict": ("STRICT_PACK", lambda cpus: max((int(node.cpus // cpus) for node in nodes), default=0)),
-        "span": ("PACK", lambda cpus: sum(int(node.cpus // cpus) for node in nodes)),
+        "strict": ("STRICT_PACK", lambda cpus: sum(int(node.cpus // cpus) // num_stages for node in nodes)),
+        "span": ("PACK", lambda cpus: sum(int(node.cpus // cpus) for node in nodes) // num_stages),
     }
     named = {None: ["strict", "span"], "fill": ["strict"]}.get(strategy, [str(strategy)])
     if any(name not in strategies for name in named):
@@ -139,14 +161,15 @@ def plan_stages(
     for name in named:
         kind, count = strategies[name]
         for threads in [cpus_per_worker] if cpus_per_worker else range(_most_cpus(nodes) // num_workers, 0, -1):
-            if count(threads * num_workers) >= num_stages:
+            if count(threads * num_workers) >= num_engines:
                 return StagePlan([{"CPU": float(threads * num_workers)}] * num_stages, threads, kind)
     there = "; ".join(f"{node.ip}: {node.cpus:g} CPUs" for node in nodes) or "no node"
     each = num_workers * (cpus_per_worker or 1)
+    engines = f"{num_engines} engines of " if num_engines > 1 else ""
     raise ConfigError(
-        f"{num_stages} stages of {each} CPUs each find no room in the Ray cluster"
+        f"{engines}{num_stages} stages of {each} CPUs each find no room in the Ray cluster"
         f"{' on one node' if named == ['strict'] else ''}, and there is {there}; add nodes, or give a smaller "
-        "--pipeline-parallel-size or --tensor-parallel-size"
+        "--pipeline-parallel-size, --tensor-parallel-size or --data-parallel-size"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.errors import ConfigError
+from quire.wire.group import GroupNetwork, HubLaunch
 from quire.wire.sockets import CurveKeys
 
 PROTOCOL_VERSION = 3
@@ -78,6 +79,8 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True):
     """Engines that have subscribed before it first answers; 1 for one that takes another's place."""
     parent_pid: int
     curve: CurveKeys | None = None
+    group: HubLaunch | None = None
+    """The hub of engines on several machines that share experts; None: there are none."""
 
 
 class EngineStatus(msgspec.Struct):
@@ -121,6 +124,9 @@ class EngineHandshakeMetadata(msgspec.Struct):
     """Number of the group of engines that share experts."""
     is_scale_up_launch: bool = False
     """True for an engine that is started for a group which does not compute yet."""
+    group_network: GroupNetwork | None = None
+    """The hub of a group on several machines that share experts; None: the group is in `group_file`, or there is
+    none."""
 
 
 def check_protocol_version(theirs: int, who: str) -> None:

@@ -74,6 +74,8 @@ class SaveOrder(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     lease: str = ""
     """Name under which another engine may read the blocks; the save ends when it has, with reason released, expired or
     broken. Empty: they are written to a store."""
+    audit: dict[str, Any] | None = None
+    """Not None: they are not written but compared with what is stored; where that is."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -123,6 +125,8 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     num_bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
+    differing: list[int] = []
+    """Blocks of an audit that are not what is stored, by index in the order; `num_saved` are the same."""
 
 
 Result = TypeVar("Result", LoadResult, SaveResult)
@@ -220,6 +224,8 @@ class _Parts(Generic[Result]):
             counts["num_records"] = sum(load.num_records for load in loads)
             counts["num_accepted"] = sum(load.num_accepted for load in loads)
             counts["num_rejected"] = dict(sum((Counter(load.num_rejected) for load in loads), Counter[str]()))
+        else:
+            counts["differing"] = sorted({i for one in parts.values() for i in getattr(one, "differing", ())})
         return msgspec.structs.replace(least, num_bytes=num_bytes, seconds=seconds, **counts)
 
 

@@ -62,17 +62,23 @@ def make_group_file(path: Path) -> None:
     path.chmod(0o600)
 
 
-EPOCH_BYTES, _NUM_EPOCHS = 1 << 13, 8
+EPOCH_BYTES, _NUM_EPOCHS = 1 << 13, 1 << 20
 EPOCHS_BYTES = _NUM_EPOCHS * EPOCH_BYTES
 """Beginning of a group's part of the file of engines that share experts: the words of their barriers. Each epoch of the
-group, from the time that all engines are there to the first that is not, has words of its own; buffers follow."""
+group, from the time that all engines are there to the first that is not, has words of its own; buffers follow. It is
+address space: engines of several machines clear no words, because none could do that for all of its machine."""
+_LAST_EPOCH = 8
+"""Place of the number of the last epoch that the machine knows of, in the line of an abort word that is not used."""
 _NUM_GENERATIONS = 4
 """Groups that have a part of the file at a time: one that computes, one that is prepared, and such as were given up."""
+MAX_SHARING_ENGINES = 64
+FACTORS_BYTES = 1 << 40
+"""Bytes that each engine has in that file for the adapters of its requests, in all groups: behind the groups' parts."""
 
 
 def make_experts_file() -> int:
     """Returns the descriptor of a new file for engines that share experts. Raises OSError."""
-    return make_shared_file(_NUM_GENERATIONS * WORKERS_FILE_BYTES)
+    return make_shared_file(factors_start(MAX_SHARING_ENGINES))
 
 
 def generation_start(generation: int) -> int:
@@ -82,8 +88,23 @@ def generation_start(generation: int) -> int:
 
 def clear_generation(fd: int, generation: int) -> None:
     """Gives the memory of a group's part back. No engine may be in it any more."""
-    with mmap.mmap(fd, WORKERS_FILE_BYTES, offset=generation_start(generation)) as memory:
-        if hasattr(mmap, "MADV_REMOVE"):  # on Linux; else the memory is kept for a later group
+    give_back(fd, generation_start(generation), WORKERS_FILE_BYTES)
+
+
+def factors_start(engine: int) -> int:
+    """Returns where the adapters of an engine are."""
+    return _NUM_GENERATIONS * WORKERS_FILE_BYTES + engine * FACTORS_BYTES
+
+
+def clear_factors(fd: int, engine: int) -> None:
+    """Gives the memory of an engine's adapters back. The engine must have ended, or have none yet."""
+    give_back(fd, factors_start(engine), FACTORS_BYTES)
+
+
+def give_back(fd: int, start: int, num_bytes: int) -> None:
+    """Gives the memory of a part of a file back, which is zeroes then."""
+    with mmap.mmap(fd, num_bytes, offset=start) as memory:
+        if hasattr(mmap, "MADV_REMOVE"):  # on Linux; else the memory is kept until it is used again
             memory.madvise(mmap.MADV_REMOVE)
 
 
@@ -100,6 +121,15 @@ def begin_epoch(fd: int, epoch: int, generation: int = 0) -> None:
 def end_epoch(fd: int, epoch: int, generation: int = 0) -> None:
     """Makes every barrier of an epoch fail."""
     os.pwrite(fd, (1).to_bytes(4, sys.byteorder), generation_start(generation) + epoch_start(epoch))
+
+
+def note_epoch(fd: int, epoch: int, generation: int = 0) -> int:
+    """Records that there is an epoch of this number. Returns the greatest so far."""
+    place = generation_start(generation) + _LAST_EPOCH
+    last = int.from_bytes(os.pread(fd, 8, place), sys.byteorder)
+    if epoch > last:
+        os.pwrite(fd, epoch.to_bytes(8, sys.byteorder), place)
+    return max(last, epoch)
 
 
 def has_epoch_ended(fd: int, epoch: int, generation: int = 0) -> bool:

@@ -191,6 +191,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Records that were read by loads which have ended: those that were accepted, and those that were rejected."""
     num_accepted_records: int = 0
     """Records that were read and are what they should be."""
+    num_tier_loads: dict[str, dict[str, int]] = {}
+    """`num_loads`, by where the blocks were."""
+    num_audited_blocks: dict[str, int] = {}
+    """Blocks that were computed instead of loaded, and compared: "same", "differs", "skipped"."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -105,6 +105,7 @@ class TransferReport(msgspec.Struct, array_like=True, gc=False, tag="transfers")
 _calls, _replies = msgspec.msgpack.Decoder(WorkerCall), msgspec.msgpack.Decoder(WorkerReply)
 _late: msgspec.msgpack.Decoder[LateAnswer | TransferReport] = msgspec.msgpack.Decoder(LateAnswer | TransferReport)
 _decoders: dict[tuple[str, bool], MsgpackDecoder[Any]] = {}
+"""Decoders by verb, of its arguments (False) and of its result (True)."""
 
 
 def encode_call(call: WorkerCall, arguments: Sequence[Any], encoder: MsgpackEncoder) -> list[Frame]:
@@ -117,8 +118,11 @@ def encode_call(call: WorkerCall, arguments: Sequence[Any], encoder: MsgpackEnco
 def decode_call(frames: Sequence[Frame]) -> tuple[WorkerCall, tuple[Any, ...]]:
     """Returns a call and its arguments. Raises WireError, msgspec's errors, or KeyError for an unknown verb."""
     call = _calls.decode(frames[0])
-    kind: Any = tuple.__class_getitem__(WORKER_VERBS[call.verb].arguments)
-    return call, tuple(_decoder((call.verb, False), kind).decode(frames[1:]))
+    decoder = _decoders.get((call.verb, False))
+    if decoder is None:
+        kind: Any = tuple.__class_getitem__(WORKER_VERBS[call.verb].arguments)
+        decoder = _decoders[call.verb, False] = MsgpackDecoder(kind)
+    return call, decoder.decode(frames[1:])
 
 
 def encode_reply(reply: WorkerReply, result: Any, encoder: MsgpackEncoder) -> list[Frame]:
@@ -148,10 +152,7 @@ def decode_reply(frames: Sequence[Frame]) -> WorkerReply:
 
 def decode_result(frames: Sequence[Frame], verb: str) -> Any:
     """Returns the result in the frames of an answer to a call of `verb`."""
-    return _decoder((verb, True), WORKER_VERBS[verb].result).decode(frames[1:])
-
-
-def _decoder(key: tuple[str, bool], kind: Any) -> MsgpackDecoder[Any]:
-    if key not in _decoders:
-        _decoders[key] = MsgpackDecoder(kind)
-    return _decoders[key]
+    decoder = _decoders.get((verb, True))
+    if decoder is None:
+        decoder = _decoders[verb, True] = MsgpackDecoder(WORKER_VERBS[verb].result)
+    return decoder.decode(frames[1:])

@@ -187,7 +187,7 @@ class SecureEnd:
             self.context.term()
             raise ConfigError(
                 f"{address} cannot be listened on: {e}; --master-addr is an address of machine 0, and --master-port "
-                "the first of two free ports there"
+                "the first of two free ports there for each engine"
             ) from e
 
     def close(self) -> None:

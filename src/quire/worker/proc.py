@@ -27,7 +27,7 @@ from quire.resolve import resolve
 from quire.timeline import release_garbage
 from quire.wire.kv_transfer import KVConnectorOutput
 from quire.wire.process import die_with_parent, leave_terminal, set_process_title
-from quire.wire.ring import RingReader, RingWriter, WorkerLinks, count_slots
+from quire.wire.ring import NO_BELL, RingReader, RingWriter, WorkerLinks, count_slots
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.shared_memory import set_abort_word
 from quire.wire.topology import Topology
@@ -68,6 +68,9 @@ class WorkerOptions(NamedTuple):
     """The ring to the stage after, and the ends of its sockets."""
     ranks: tuple[int, ...] = ()
     """Workers on this machine; empty: all of the engine."""
+    calls_bell: int = NO_BELL
+    answers_bell: int = NO_BELL
+    """Descriptors of the bells of both rings."""
     num_readers: int = 0
     """Readers of `calls`, of which this machine's workers are the first; 0: there are no others."""
 
@@ -78,6 +81,8 @@ def parse_command_line(argv: Sequence[str]) -> WorkerOptions:
     for name in ("rank", "parent-pid", "shared-file", "calls", "answers", "waker", "late"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--num-readers", type=int, default=0)
+    for name in ("calls-bell", "answers-bell"):
+        parser.add_argument(f"--{name}", type=int, default=NO_BELL)
     for name in ("cpus", "inlet", "outlet", "ranks"):
         parser.add_argument(f"--{name}", type=lambda text: tuple(int(n) for n in text.split(",") if n), default=())
     return WorkerOptions(**vars(parser.parse_args(argv)))
@@ -131,8 +136,9 @@ class WorkerProc:
         waker = socket.socket(fileno=options.waker)
         links = join_stages(options, topology, network)
         num_readers = options.num_readers or topology.world_size
-        self._calls = RingReader(options.calls, waker, links.ranks.index(options.rank), num_readers)
-        self._answers = RingWriter(options.answers, [waker])
+        index = links.ranks.index(options.rank)
+        self._calls = RingReader(options.calls, waker, index, num_readers, bell=options.calls_bell)
+        self._answers = RingWriter(options.answers, [waker], bell=options.answers_bell)
         self._late, self._rank = socket.socket(fileno=options.late), options.rank
         self._encoder = MsgpackEncoder()
         self._shared_file = options.shared_file

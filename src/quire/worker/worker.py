@@ -26,6 +26,7 @@ from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.ring import WorkerLinks
 from quire.wire.shared_memory import WORKERS_FILE_BYTES
 from quire.wire.topology import Group, GroupKind, Topology
+from quire.wire.worker_link import WorkerNetwork
 from quire.worker import host, platform
 from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.registry import make_attention_backend
@@ -34,6 +35,7 @@ from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 from quire.worker.loader import Placement, load_weights
 from quire.worker.loader.shards import Sharding
 from quire.worker.loader.standby import StandbyExperts, make_pool
+from quire.worker.lora.exchange import FactorsMemory
 from quire.worker.lora.table import AdapterTable
 from quire.worker.model_runner import ModelRunner
 from quire.worker.packed_cache import PackedCache, max_cache_bytes
@@ -135,10 +137,13 @@ class Worker:
             return NetCollectives(file, self.group, self.kernels, rows, network, num_threads=threads)
         return ShmCollectives(file, self.group, self.kernels, rows, num_threads=threads, start=start)
 
-    def join_engines(self, epoch: int) -> None:
-        """Computes the steps that follow with all engines that share experts: they are in this epoch of their group."""
+    def join_engines(self, epoch: int, network: WorkerNetwork | None = None) -> None:
+        """Computes the steps that follow with all engines that share experts: they are in this epoch of their group,
+        on the machines of `network` if there are several."""
         assert self._pool is not None, "the engine shares experts"
-        self._pool.join(epoch)
+        self._pool.join(epoch, network)
+        if self._adapters is not None and self._adapters.exchange is not None:
+            self._adapters.exchange.forget_all()
 
     def prepare_experts(self, num_engines: int, generation: int) -> Future[None]:
         """Begins to read the experts that this engine will have among another number of engines. They are in memory
@@ -253,6 +258,8 @@ class Worker:
             self._adapters = self._runner.adapters = self._make_adapters(loaded.model, placement)
             if self._runner.pooler is not None:
                 self._runner.pooler.adapters = self._adapters
+            if isinstance(self._runner, PooledRunner):
+                self._runner.pooled_adapters = self._adapters.exchange
         drafting = self.config.speculative_config.drafting
         if drafting is not None and self.rank == self._topology.output_rank:  # the others get drafts with the step
             self._speculation = make_speculation(self.config, placement, self._runner, drafting)
@@ -276,7 +283,11 @@ class Worker:
         pools = config.pooling is not None
         is_cached = self.config.load_config.weight_cache and max_cache_bytes() > 0
         cache = PackedCache.of_adapters() if is_cached else None
-        return AdapterTable(model, placement, limits, pools=pools, base_model=str(config.model), cache=cache)
+        shared, parallel = None, self.config.parallel_config
+        if self._pool is not None and self.kernels.pack_format is not None and not parallel.spans_machines:
+            shared = FactorsMemory(parallel.experts_file, parallel.engine_index)
+        name = str(config.model)
+        return AdapterTable(model, placement, limits, pools=pools, base_model=name, cache=cache, shared=shared)
 
     @property
     def _draft_model(self) -> ModelDrafter | None:

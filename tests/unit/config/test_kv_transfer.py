@@ -183,3 +183,63 @@ def test_a_connector_of_a_module() -> None:
         "kv_connector_extra_config": {"path": 3},
     }
     assert (settled.min_load_tokens, settled.load_timeout_s) == (1, 30.0)
+
+
+REMOTE = "tcp://10.0.0.7:14579"
+
+
+def test_the_server_of_another_machines_store(tmp_path: Path) -> None:
+    """Alone, beside a store, beside peers, and both; by the flag, and as a key of the store."""
+    alone = EngineArgs("demo", kv_store_remote=REMOTE).create_engine_config().kv_transfer_config
+    assert (alone.kv_connector, alone.kv_role) == (PEERS, "kv_consumer")
+    assert (alone.kv_connector_extra_config["tiers"], alone.kv_connector_extra_config["peers"]) == ([REMOTE], [])
+    store = {"kv_store": str(tmp_path)}
+    config = EngineArgs("demo", **store, kv_store_remote="ipc:///run/kv").create_engine_config()
+    assert decode_config(encode_config(config)).kv_transfer_config == config.kv_transfer_config
+    both = config.kv_transfer_config
+    assert (both.kv_connector, [part.kv_role for part in both.parts]) == (BOTH, ["kv_both", "kv_consumer"])
+    assert both.parts[1].kv_connector_extra_config["tiers"] == ["ipc:///run/kv"]
+    assert {part.kv_connector_extra_config["path"] for part in both.parts} == {str(tmp_path)}
+    own = {"load_bias": 2.0, "max_pinned_share": 0.1, "audit_share": 0.5}
+    given = settle(kv_connector=STORE, **extra(path="x", tiers=[REMOTE], **own))
+    assert (given.kv_connector, {name: getattr(given, name) for name in own}) == (BOTH, own)
+    assert given.parts[0].audit_share == 0.5
+    peers = {**NIXL, **extra(tiers=["tcp://a:1"])}
+    for flags in ({}, store):
+        args = EngineArgs("demo", kv_store_remote=REMOTE, kv_transfer_config=peers, **flags)
+        settled = args.create_engine_config().kv_transfer_config
+        part = settled.parts[1] if flags else settled
+        assert part.kv_connector_extra_config["tiers"] == ["tcp://a:1", REMOTE]
+        assert part.kv_connector_extra_config["peers"] == ["127.0.0.0/8", "::1/128"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_store": REMOTE}, "is no directory; --kv-store-remote reads from a server at an address"),
+        ({"kv_store_remote": "10.0.0.7:14579"}, "is no address of a block server; give tcp://HOST:PORT or ipc:///PATH"),
+        ({"kv_store_remote": "tcp://10.0.0.7"}, "is no address"),
+        ({"kv_store_remote": "tcp://10.0.0.7:0"}, "is no address"),
+        ({"kv_store_remote": "ipc://kv"}, "is no address"),
+        (
+            {"kv_transfer_config": NIXL | {"kv_role": "kv_producer"}, "kv_store_remote": REMOTE},
+            f"kv_role kv_producer loads nothing, and the block server {REMOTE} is read",
+        ),
+        (
+            {
+                "kv_transfer_config": {"kv_connector": "M", "kv_connector_module_path": "a", "kv_role": "kv_both"},
+                "kv_store_remote": REMOTE,
+            },
+            "--kv-store-remote: kv_connector ForeignConnector has its own sources",
+        ),
+        (
+            {"kv_transfer_config": NIXL | {"kv_connector": STORE} | extra(path="x", audit_share=2)},
+            "audit_share must be in",
+        ),
+        ({"kv_transfer_config": NIXL | extra(tiers=["b"])}, "'b' is no address of a block server"),
+        ({"kv_transfer_config": NIXL | {"kv_connector": STORE} | extra(path="x", tiers=3)}, "tiers must be a list"),
+    ],
+)
+def test_servers_that_cannot_be_read_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs("demo", **flags).create_engine_config()

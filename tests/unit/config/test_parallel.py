@@ -32,6 +32,7 @@ SHORT = {
 MACHINES: dict[str, Any] = {"nnodes": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "fleet_key": "k"}
 EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 PORTS: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_multi_port_external_lb": True}
+AFAR = {"data_parallel_size_local": 1, "fleet_key": "key"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "--data-parallel-size-local 3 is more than"),
     ({"data_parallel_hybrid_lb": True, "data_parallel_external_lb": True}, "exclude one another"),
@@ -73,10 +74,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         MACHINES | {"pipeline_parallel_size": 3},
         "does not divide --pipeline-parallel-size 3: a machine has whole stages",
     ),
-    (MACHINES | {"master_port": 65535}, "65535 is the first of two ports"),
-    (EXPERTS | {"data_parallel_rank": 1}, "those of one server on one machine, and this one has 1 of 2"),
-    (EXPERTS | {"data_parallel_backend": "ray"}, "those of one server on one machine, and this one has 0 of 2"),
+    (MACHINES | {"master_port": 65535}, "65535 is the first of two ports for each of 1 engines"),
+    (MACHINES | {"data_parallel_size": 3, "master_port": 65531}, "65531 is the first of two ports for each of 3"),
+    (EXPERTS | {"data_parallel_rank": 1}, "those of one server, and a load balancer of yours"),
+    (EXPERTS | AFAR | {"data_parallel_size_local": 0}, "exchange hidden states through one on the server's machine"),
+    (EXPERTS | AFAR | {"enable_elastic_ep": True}, "on several machines keep their number"),
+    (EXPERTS | AFAR | {"data_parallel_rpc_port": 65530}, "65530 is the first of seven ports"),
     (EXPERTS | {"distributed_executor_backend": "mp"}, "have their worker in their own process; leave it out"),
+    (EXPERTS | {"distributed_executor_backend": "ray"}, "have their worker in their own process; leave it out"),
     (EXPERTS | {"data_parallel_size": 65}, "2 to 64 engines share experts, not 65"),
 ]
 
@@ -94,14 +99,14 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         assert not is_wanted(ParallelConfig())
         assert what.format(c=ParallelConfig())
         assert remedy
-    with pytest.raises(
-        ConfigError, match=r"--nnodes 2 with --data-parallel-size 2 is not supported yet: .* a server for"
-    ):
-        ParallelConfig(**MACHINES | {"data_parallel_size": 2})
-    with pytest.raises(
-        ConfigError, match=r"backend ray with --data-parallel-size 2 is not supported yet: .* one node each"
-    ):
-        ParallelConfig(data_parallel_size=2, distributed_executor_backend="ray")
+    several = MACHINES | {"data_parallel_size": 2}
+    for fields in ({"data_parallel_size_local": 1}, {"data_parallel_rank": 1}, {"data_parallel_backend": "ray"}):
+        with pytest.raises(ConfigError, match=r"--nnodes 2 with engines of other servers or machines .* on machine 0"):
+            ParallelConfig(**several | fields)
+    with pytest.raises(ConfigError, match=r"--nnodes 2 with --dp-coordinator always is not supported yet"):
+        ParallelConfig(**several | {"dp_coordinator": "always"})
+    with pytest.raises(ConfigError, match=r"backend ray with a server for each machine or engine is not supported yet"):
+        ParallelConfig(data_parallel_size=2, data_parallel_rank=1, distributed_executor_backend="ray")
 
 
 def test_each_machine_has_an_equal_share_of_the_workers() -> None:
@@ -112,6 +117,14 @@ def test_each_machine_has_an_equal_share_of_the_workers() -> None:
     assert bind_cpus(second, num_workers=0) == []
 
 
+def test_each_engine_with_workers_on_several_machines_has_ports_of_its_own() -> None:
+    fields = MACHINES | {"data_parallel_size": 2, "master_port": 65532}
+    assert [ParallelConfig(**fields, engine_index=i).workers_port for i in range(2)] == [65532, 65534]
+    assert ParallelConfig(data_parallel_size=2, engine_index=1, master_port=7).workers_port == 7, "chosen for it"
+    node = ParallelConfig(**fields, node_rank=1, headless=True)
+    assert (node.machine_engines, node.num_remote_engines) == (range(2), 0)
+
+
 def test_engines_of_one_worker_share_experts_and_step_together() -> None:
     assert ParallelConfig(**EXPERTS).shares_experts
     assert ParallelConfig(**EXPERTS).has_waves
@@ -119,6 +132,9 @@ def test_engines_of_one_worker_share_experts_and_step_together() -> None:
         config = ParallelConfig(**EXPERTS | fields)
         assert not config.shares_experts
         assert not config.has_waves
+    assert not ParallelConfig(**EXPERTS).spans_machines
+    for fields in (AFAR, AFAR | {"headless": True, "data_parallel_start_rank": 1}, {"data_parallel_backend": "ray"}):
+        assert ParallelConfig(**EXPERTS | fields).spans_machines
 
 
 def test_short_names() -> None:
@@ -161,5 +177,10 @@ def test_the_executor_follows_the_number_of_workers(monkeypatch: pytest.MonkeyPa
     both = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert (both.world_size, both.executor_backend) == (6, "mp")
     on_ray = ParallelConfig(data_parallel_backend="ray", data_parallel_size=2)
+    assert (on_ray.executor_backend, on_ray.has_own_workers) == ("uni", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_RAY_DP_PACK_STRATEGY", "span")
+        assert (on_ray.executor_backend, on_ray.has_own_workers) == ("ray", False)
+        assert ParallelConfig(data_parallel_size=2).executor_backend == "uni"
     assert (on_ray.executor_backend, on_ray.num_local_engines, on_ray.remote_engines) == ("uni", 0, range(2))
     assert ParallelConfig(distributed_executor_backend="a.b:C", tensor_parallel_size=2).executor_class == "a.b:C"

@@ -17,7 +17,6 @@ from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
 from quire.engine.dp import DPEngineCoreProc
 from quire.engine.dp_group import Agreement, DPGroup
-from quire.engine.waves import Verdict, Vote
 from quire.errors import ClientError, ConfigError, ServerError
 from quire.wire.elastic import (
     EEP_NOTIFICATION_CALL_ID,
@@ -27,6 +26,7 @@ from quire.wire.elastic import (
 )
 from quire.wire.engine_core import FinishReason
 from quire.wire.execution import SchedulerOutput
+from quire.wire.group import Verdict, Vote
 from quire.wire.shared_memory import end_epoch, make_experts_file, make_group_file
 
 from .harness import ScriptedExecutor

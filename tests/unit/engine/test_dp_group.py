@@ -14,8 +14,8 @@ import pytest
 
 from quire.engine import dp_group
 from quire.engine.dp_group import LOOK_S, Agreement, DPGroup
-from quire.engine.waves import Verdict, Vote
 from quire.errors import ConfigError
+from quire.wire.group import Verdict, Vote
 from quire.wire.shared_memory import has_epoch_ended, make_experts_file, make_group_file
 
 WORK, NONE, PAUSING = Vote(True, False), Vote(False, False), Vote(False, True)

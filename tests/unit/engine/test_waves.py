@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.coordinator import CoordinatorState, Order
-from quire.engine.waves import Pause, Verdict, Vote, WaveEffect, WaveState, agree
+from quire.engine.waves import Pause, WaveEffect, WaveState
+from quire.wire.group import Verdict, Vote, agree
 
 WORK, NONE, PAUSING = Vote(True, False), Vote(False, False), Vote(False, True)
 

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from quire.errors import ConfigError
+from quire.kv_store import index as index_module
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer import client as client_module
 from quire.kv_store.peer import server as server_module
@@ -247,6 +248,36 @@ def test_a_directory_is_served_to_any_fingerprint_and_only_with_its_key(tmp_path
         assert peer.have(names) == [False] * 4
     client.close()
     server.close()
+    writer.abandon()
+    store.close()
+
+
+def test_a_damaged_record_is_not_sent_and_a_deleted_extent_is_closed(tmp_path: Path) -> None:
+    """An honest server sends no record that a client has to reject, and keeps no room of what is deleted."""
+    store = StoreDirectory.open(tmp_path / "store", 1 << 30)
+    writer, names = store.create_extent(FINGERPRINT), [(0, bytes([number]) * 32) for number in range(3)]
+    entries = [
+        writer.append(make_header(FINGERPRINT, name[1], None, 0, [1], 200), [memoryview(bytes(200))]) for name in names
+    ]
+    source = DirectorySource(store)
+    assert source.accepts(FINGERPRINT)
+    assert source.read(FINGERPRINT, "", names[0]) is not None
+    with (tmp_path / "store" / writer.name).open("r+b") as file:
+        file.seek(entries[1].end - 1)
+        file.write(b"\x01")
+        file.truncate(entries[2].end - 1)
+    assert [source.read(FINGERPRINT, "", name) is not None for name in names] == [True, False, False]
+    assert source.has(FINGERPRINT, names) == [True, False, False], "it is stored again"
+    (index, _) = source._indexes[FINGERPRINT]
+    index._places[index_module._key_of(b"z" * 32, 0)] = index._places[index_module._key_of(names[0][1], 0)]
+    index._known[0].recent[index_module._key_of(b"z" * 32, 0)] = entries[0].offset
+    assert source.read(FINGERPRINT, "", (0, b"z" * 32)) is None, "it is another block's"
+    assert source.end_expired(0.0) == float("inf")
+    assert list(source._descriptors) == [writer.name]
+    store.remove(writer.name)
+    source.end_expired(1.0)
+    assert source._descriptors == {}
+    source.close()
     writer.abandon()
     store.close()
 

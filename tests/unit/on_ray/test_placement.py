@@ -8,7 +8,16 @@ import pytest
 
 from quire.config.parallel import ParallelConfig
 from quire.errors import ConfigError
-from quire.on_ray.placement import Placement, RayNode, StagePlan, Wish, actor_environment, place_engines, plan_stages
+from quire.on_ray.placement import (
+    Placement,
+    RayNode,
+    StagePlan,
+    Wish,
+    actor_environment,
+    place_cores,
+    place_engines,
+    plan_stages,
+)
 from quire.resolve import resolve
 
 SMALL, LARGE = RayNode("10.0.0.2", 4), RayNode("10.0.0.1", 8)
@@ -72,6 +81,26 @@ def test_stages_of_an_engine_are_on_one_node_if_there_is_room() -> None:
         plan_stages([], 1, 1, None, None)
     with pytest.raises(ConfigError, match="QUIRE_RAY_DP_PACK_STRATEGY=wide is not supported; use strict, fill or span"):
         plan_stages(nodes, 1, 1, None, "wide")
+
+
+def test_bundles_are_such_that_all_engines_find_room() -> None:
+    nodes = [SMALL, LARGE]
+    assert plan_stages(nodes, 2, 1, None, None, 2) == StagePlan([{"CPU": 2.0}] * 2, 2, "STRICT_PACK")
+    assert plan_stages(nodes, 2, 1, None, "span", 2) == StagePlan([{"CPU": 2.0}] * 2, 2, "PACK")
+    assert plan_stages(nodes, 3, 1, 3, "span", 1).strategy == "PACK"
+    with pytest.raises(ConfigError, match=r"2 engines of 3 stages of 3 CPUs each find no room .* smaller .*--data-par"):
+        plan_stages(nodes, 3, 1, 3, "span", 2)
+    plan = StagePlan([{"CPU": 2.0}] * 2, 2, "PACK")
+    assert [plan.count_others(cpus, 1, 2) for cpus in (1, 2, 4, 64)] == [0, 0, 1, 2], "each engine has two stages"
+    assert plan.count_others(64, 1, 1) == 0
+
+
+def test_cores_whose_workers_are_placed_by_themselves_are_spread() -> None:
+    places = place_cores([LARGE, SMALL], HEAD, 3, 2)
+    assert [(place.ip, place.threads) for place in places] == [(HEAD, 2), (LARGE.ip, 2), (HEAD, 2)]
+    assert places[1].bundles == [{"node:10.0.0.1": 0.001}]
+    with pytest.raises(ConfigError, match="no node for the engines; add nodes"):
+        place_cores([], HEAD, 1, 0)
 
 
 def test_the_executor_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from quire.wire.kv_transfer import (
     SaveResult,
 )
 from quire.worker.kv_cache import KVCacheMemory
-from quire.worker.kv_transfer import peer_worker
+from quire.worker.kv_transfer import peer_worker, tiers
 from quire.worker.kv_transfer.peer_worker import PeerWorker, address_of
 from quire.worker.kv_transfer.transfers import Namespace
 
@@ -108,7 +108,7 @@ def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on how quickly a peer answers."""
     monkeypatch.setattr(client, "SILENCE_S", 60.0)
     monkeypatch.setattr(client, "CONNECT_S", 60.0)
-    monkeypatch.setattr(peer_worker, "ASK_S", 60.0)
+    monkeypatch.setattr(tiers, "ASK_S", 60.0)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ steps. They are answered beside the steps, as are transfers of KV blocks: late_a
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 import time
@@ -35,6 +36,7 @@ from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from quire.wire.lora import AdapterInfo, AdapterKey, AdapterLoad
 from quire.wire.nodes import read_fleet_key
+from quire.wire.ring import NO_BELL, RingReader, Waiter, make_bell
 from quire.wire.serial import MsgpackEncoder
 from quire.wire.shared_memory import read_barrier_wait, set_abort_word
 from quire.wire.topology import Topology
@@ -72,14 +74,16 @@ class MultiprocExecutor(Executor):
         """Workers on this machine."""
         self._hub: WorkerHub | None = None
         """The link with those on other machines; None: there are none."""
+        self._waiter = Waiter(make_bell())
+        """Waits for answers and for ends of workers."""
         self._monitor = threading.Thread(target=self._watch, name="WorkerMonitor", daemon=True)
         try:
             self._start(self._find_parts())
-            self._poll = select.poll()
-            """Waits for answers and for ends of workers."""
-            for fd in (fd for worker in self._workers for fd in (worker.waker.fileno(), worker.pidfd)):
-                if fd is not None:
-                    self._poll.register(fd, select.POLLIN)
+            for worker in self._workers:
+                if worker.pidfd is not None:
+                    self._waiter.watch(worker.pidfd)
+                if self._waiter.bell == NO_BELL:
+                    self._waiter.watch(worker.waker.fileno())
             self._monitor.start()
             self._call_all("init_device")
         except BaseException:
@@ -95,14 +99,14 @@ class MultiprocExecutor(Executor):
         """Returns the link with workers on other machines."""
         path = self.config.parallel_config.fleet_key
         assert path is not None, "ParallelConfig has checked it"
-        return WorkerHub(self.config, read_fleet_key(path), parts, self._late.theirs.send)
+        return WorkerHub(self.config, read_fleet_key(path), parts, self._late.theirs.send, self._waiter.bell)
 
     def _start(self, parts: Sequence[int]) -> None:
         """Starts the workers of this machine, and waits for the others."""
         if len(parts) > 1:
             self._hub = self._make_hub(parts)
         network = None if self._hub is None else self._hub.network
-        self._group = group = WorkerGroup(self.config, range(parts[0]), self._late.theirs, network)
+        self._group = group = WorkerGroup(self.config, range(parts[0]), self._late.theirs, network, self._waiter.bell)
         self._workers += group.workers
         if self._hub is not None:
             assert group.calls_reader is not None, "there is a network"
@@ -149,16 +153,15 @@ class MultiprocExecutor(Executor):
             while not self._is_answered(call):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{call.verb} was not answered by all workers within {timeout_s:g} s")
-                self._sleep(deadline)
+                self._sleep(deadline, call)
         finally:
             self._pending.pop(call.call_id, None)
         if self._lost is not None:
             self._raise(*self._find_cause(*self._lost))
-        replies = {rank: decode_reply(frames) for rank, frames in call.answers.items()}
-        for rank, reply in replies.items():
+        for rank, (reply, _) in call.answers.items():
             if reply.error is not None:
                 self._raise(reply, rank)
-        return [decode_result(call.answers[rank], call.verb) for rank in call.ranks]
+        return [decode_result(call.answers[rank][1], call.verb) for rank in call.ranks]
 
     def _is_answered(self, call: _Call) -> bool:
         """Takes in the answers that have come. Returns whether `call` has all of its, or an error has ended it."""
@@ -170,19 +173,26 @@ class MultiprocExecutor(Executor):
                     self._lost = reply, worker.rank
                     self._abort()  # in all stages
                 elif reply.call_id in self._pending:  # else it has been given up
-                    self._pending[reply.call_id].answers[worker.rank] = frames
+                    self._pending[reply.call_id].answers[worker.rank] = reply, frames
         return self._lost is not None or len(call.answers) == len(call.ranks)
 
-    def _sleep(self, deadline: float | None = None) -> None:
-        """Returns once an answer may have come. Raises ServerError if a worker has ended."""
-        sleeping = {worker.waker.fileno(): worker for worker in self._workers if worker.answers.begin_sleep()}
-        ready = set[int]()
-        if len(sleeping) == len(self._workers):
+    def _rings_of(self, call: _Call | None) -> list[RingReader]:
+        """Returns the rings whose answers wake the thread that waits for `call`. Of a call of all workers it is that of
+        the last one that is missing: each time it woke it would take a processor that another worker may need."""
+        if call is None or len(call.ranks) == 1:
+            return [worker.answers for worker in self._workers]  # also of those whose only answer is an error
+        return [self._workers[max(rank for rank in call.ranks if rank not in call.answers)].answers]
+
+    def _sleep(self, deadline: float | None = None, call: _Call | None = None) -> None:
+        """Returns once an answer may have come, to `call` if it is given. Raises ServerError if a worker has ended."""
+        rings, is_rung = self._rings_of(call), True
+        sleeping = [ring for ring in rings if ring.begin_sleep()]
+        if len(sleeping) == len(rings):
             left = 1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))
-            ready = {fd for fd, _ in self._poll.poll(1e3 * left)}
-        for fd, worker in sleeping.items():
-            worker.answers.end_sleep() if fd in ready else worker.answers.cancel_sleep()
-        if not ready <= sleeping.keys() or self._workers[0].pidfd is None:
+            is_rung = self._waiter.wait(left) == [self._waiter.bell]
+        for ring in sleeping:
+            ring.end_sleep()
+        if not is_rung:
             self._check_alive()
 
     def _find_cause(self, reply: WorkerReply, rank: int) -> tuple[WorkerReply, int]:
@@ -402,6 +412,9 @@ class MultiprocExecutor(Executor):
             self._group.close()
         self._late.fail_all(ServerError("the engine has ended"))
         self._late.close()
+        self._waiter.close()
+        if self._waiter.bell != NO_BELL:
+            os.close(self._waiter.bell)
 
 
 class _Call(NamedTuple):
@@ -411,8 +424,8 @@ class _Call(NamedTuple):
     verb: str
     ranks: Sequence[int]
     """Workers that answer."""
-    answers: dict[int, list[memoryview]]
-    """Frames of the answers that have come, by rank."""
+    answers: dict[int, tuple[WorkerReply, list[memoryview]]]
+    """The answers that have come, with their frames, by rank."""
 
 
 class _Answer(Future[Any]):

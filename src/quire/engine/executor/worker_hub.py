@@ -27,7 +27,7 @@ from quire.interrupts import Wakeup
 from quire.logger import init_logger
 from quire.wire.handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION
 from quire.wire.heartbeat import WorkerEnd
-from quire.wire.ring import RingReader, RingWriter, make_ring_file
+from quire.wire.ring import NO_BELL, RingReader, RingWriter, make_ring_file
 from quire.wire.serial import Frame
 from quire.wire.topology import Topology
 from quire.wire.worker_link import (
@@ -61,7 +61,8 @@ LINGER_MS = 1000
 
 
 def describe_workers(config: EngineConfig) -> dict[str, str]:
-    """Returns what all machines with workers of an engine must have in common, by the name of its flag."""
+    """Returns what all machines with workers of an engine must have in common, by the name of its flag; the engine
+    follows from --master-port."""
     parallel = config.parallel_config
     facts = describe_engine(config)
     del facts["--max-model-len"]  # nodes take the executor's
@@ -70,17 +71,20 @@ def describe_workers(config: EngineConfig) -> dict[str, str]:
         "--pipeline-parallel-size": str(parallel.pipeline_parallel_size),
         "--enable-expert-parallel": str(parallel.enable_expert_parallel),
         "--worker-cls": parallel.worker_cls,
+        "--data-parallel-size": str(parallel.data_parallel_size),
+        "engine": str(parallel.engine_index),
     }
 
 
 class RemoteWorker:
     """A worker on another machine: the face of a `WorkerProcess`. Its end is set on the thread of the hub."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, bell: int = NO_BELL) -> None:
+        """`bell` wakes the reader of its answers."""
         self.rank = rank
         self.waker, theirs = socket.socketpair()
         ring = make_ring_file(1)
-        self.answers, self.writer = RingReader(ring, self.waker), RingWriter(ring, [theirs])
+        self.answers, self.writer = RingReader(ring, self.waker, bell=bell), RingWriter(ring, [theirs], bell=bell)
         os.close(ring)
         reader, self._lifeline = os.pipe()
         self.pidfd: int | None = reader
@@ -124,7 +128,7 @@ class MachineTable:
         parallel = config.parallel_config
         self._config, self.parts = config, list(parts)
         self.session = secrets.token_hex(8).encode()
-        self.address, self.exchange_address = link_addresses(parallel.master_addr, parallel.master_port)
+        self.address, self.exchange_address = link_addresses(parallel.master_addr, parallel.workers_port)
         self.nodes = dict[int, _Node]()
         self._refusals = dict[int, str]()
 
@@ -203,9 +207,10 @@ class WorkerHub(threading.Thread):
         fleet_key: bytes,
         parts: Sequence[int],
         late: Callable[[bytes], object],
+        bell: int = NO_BELL,
     ) -> None:
-        """`parts`: workers on each machine, this one first. `late` gets answers beside the steps. Raises ConfigError if
-        the addresses cannot be listened on."""
+        """`parts`: workers on each machine, this one first. `late` gets answers beside the steps; `bell` wakes the
+        reader of the others. Raises ConfigError if the addresses cannot be listened on."""
         super().__init__(name="WorkerHub", daemon=True)
         parallel = config.parallel_config
         self._table, self._take_late = MachineTable(config, parts), late
@@ -216,7 +221,7 @@ class WorkerHub(threading.Thread):
         self._monitor = self._end.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
         session, address = self._table.session, self._table.exchange_address
         self.network = WorkerNetwork(address, fleet_key, session, self._table.parts, 0, silence_s)
-        self.workers = [RemoteWorker(rank) for rank in range(parts[0], sum(parts))]
+        self.workers = [RemoteWorker(rank, bell) for rank in range(parts[0], sum(parts))]
         self._calls: RingReader | None = None
         self._outlet: RingReader | None = None
         self._wakeup = Wakeup()

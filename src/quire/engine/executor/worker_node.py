@@ -1,8 +1,8 @@
-"""A machine with workers of an engine whose core is on another one: `quire serve --headless --node-rank 1`.
+"""A machine with workers of engines whose cores are on another one: `quire serve --headless --node-rank 1`.
 
-`WorkersNode` offers its machine to the executor, starts workers as the executor does, and passes frames between their
-rings and the link: `wire/worker_link.py`. When the engine or any of its workers has ended, all workers end, and the
-node offers itself to the engine's next life.
+`WorkersNode` offers its machine to the executor of one engine, starts workers as the executor does, and passes frames
+between their rings and the link: `wire/worker_link.py`. When the engine or any of its workers has ended, all of its
+workers end, and the node offers itself to the engine's next life. `WorkersMachine` has a node for each engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ class _Connection:
 
 
 class WorkersNode:
-    """The workers of this machine. `run` serves until `ask_end`, or until the server ends."""
+    """The workers of one engine on this machine. `run` serves until `ask_end`, or until the server ends."""
 
     def __init__(
         self,
@@ -124,10 +125,14 @@ class WorkersNode:
         self._num_neighbours, self._serves_once = num_neighbours, serves_once
         self._config, self._key, self._node, self._num_nodes = config, fleet_key, node, num_nodes
         parallel = config.parallel_config
-        self._addresses = link_addresses(parallel.master_addr, parallel.master_port)
+        self._addresses = link_addresses(parallel.master_addr, parallel.workers_port)
         self._silence_s = parallel.engine_link_timeout_s
         self._program, self._wakeup = secrets.token_bytes(8), Wakeup()
         self._is_asked = self._has_said = False
+        self.is_serving = self.is_final = False
+        """True while there are workers, and true if the last life of the engine has ended in good order."""
+        self.others: Sequence[WorkersNode] = ()
+        """Nodes of the other engines of the server: while one of them serves, this one waits."""
         self.pids: list[int] = []
         """Process ids of the workers that run now."""
 
@@ -138,17 +143,19 @@ class WorkersNode:
 
     def run(self) -> None:
         """Serves. Raises ConfigError if the server refuses the node, or none answers within five minutes."""
-        limit_s, is_final = HANDSHAKE_TIMEOUT_S, False
         try:
             while not self._is_asked:
                 with self._connected() as link:
-                    welcome = self._offer(link, limit_s, is_final)
+                    welcome = self._offer(link)
                     if welcome is None:
                         return
-                    is_final = self._serve(link, welcome)
+                    self.is_final, self.is_serving = False, True
+                    try:
+                        self.is_final = self._serve(link, welcome)
+                    finally:
+                        self.is_serving = False
                     if self._serves_once:
                         return
-                    limit_s = SUCCESSOR_S if is_final else HANDSHAKE_TIMEOUT_S
         finally:
             self._wakeup.close()
 
@@ -162,7 +169,7 @@ class WorkersNode:
 
     # -- before there are workers -------------------------------------------------------------------------------------
 
-    def _offer(self, link: _Connection, limit_s: float, is_final: bool) -> WorkersWelcome | None:
+    def _offer(self, link: _Connection) -> WorkersWelcome | None:
         """Returns the answer of the executor; None if the node is asked to end, or the server has ended."""
         address = self._addresses[0]
         logger.info("waiting for the server at %s", address)
@@ -174,9 +181,13 @@ class WorkersNode:
             socket.gethostname(),
             self._program,
         )
-        deadline = time.monotonic() + limit_s
+        start = time.monotonic()
         while not self._is_asked:
-            if time.monotonic() > deadline:
+            if any(other.is_serving for other in self.others):
+                start = time.monotonic()  # the server lives, and may start this engine again
+            is_final = self.is_final or any(other.is_final for other in self.others)
+            limit_s = SUCCESSOR_S if is_final else HANDSHAKE_TIMEOUT_S
+            if time.monotonic() > start + limit_s:
                 if is_final:
                     logger.info("the server has ended: so does this machine")
                     return None
@@ -335,21 +346,56 @@ class _StopError(ServerError):
     """A ring is not emptied any more."""
 
 
+class WorkersMachine:
+    """The workers of all engines of a server on this machine, each engine's on a thread of its own."""
+
+    def __init__(self, config: EngineConfig, fleet_key: bytes) -> None:
+        parallel = config.parallel_config
+        self.nodes = list[WorkersNode]()
+        for engine in parallel.machine_engines:
+            own = dataclasses.replace(config, parallel_config=dataclasses.replace(parallel, engine_index=engine))
+            self.nodes.append(WorkersNode(own, fleet_key, parallel.node_rank, parallel.nnodes))
+        for node in self.nodes:
+            node.others = [other for other in self.nodes if other is not node]
+        self._errors = list[BaseException]()
+
+    def ask_end(self) -> None:
+        """Ends all nodes. From any thread, and from a signal handler."""
+        for node in self.nodes:
+            node.ask_end()
+
+    def run(self) -> None:
+        """Serves. Raises as `WorkersNode.run`: the error of one engine ends the workers of all."""
+        threads = [threading.Thread(target=self._run, args=(node,)) for node in self.nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self, node: WorkersNode) -> None:
+        try:
+            node.run()
+        except BaseException as e:
+            self._errors.append(e)
+            self.ask_end()
+
+
 def serve_workers(config: EngineConfig) -> None:
     """Runs the workers of this machine until a signal ends them, or the server does. Raises as `WorkersNode.run`."""
     set_process_title("quire-node")
-    parallel = config.parallel_config
-    assert parallel.fleet_key is not None  # ParallelConfig has checked it
-    node = WorkersNode(config, read_fleet_key(parallel.fleet_key), parallel.node_rank, parallel.nnodes)
+    assert config.parallel_config.fleet_key is not None  # ParallelConfig has checked it
+    machine = WorkersMachine(config, read_fleet_key(config.parallel_config.fleet_key))
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def end(signum: int, frame: FrameType | None) -> None:
-        node.ask_end()
+        machine.ask_end()
 
     for number in former:
         signal.signal(number, end)
     try:
-        node.run()
+        machine.run()
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

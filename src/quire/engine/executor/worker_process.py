@@ -20,7 +20,16 @@ from quire.errors import ConfigError, ServerError
 from quire.logger import child_level
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.process import search_path
-from quire.wire.ring import NUM_SLOTS, SLOT_BYTES, RingReader, RingWriter, count_slots, make_ring_file
+from quire.wire.ring import (
+    NO_BELL,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    RingReader,
+    RingWriter,
+    count_slots,
+    make_bell,
+    make_ring_file,
+)
 from quire.wire.shared_memory import make_workers_file
 from quire.wire.topology import Topology
 from quire.wire.worker_link import WorkerNetwork, encode_network
@@ -34,15 +43,22 @@ class WorkerProcess:
     """A worker. Belongs to the thread that made it, which must live as long (PR_SET_PDEATHSIG)."""
 
     def __init__(
-        self, rank: int, start: Sequence[bytes], shared: Mapping[str, Sequence[int]], options: Mapping[str, str]
+        self,
+        rank: int,
+        start: Sequence[bytes],
+        shared: Mapping[str, Sequence[int]],
+        options: Mapping[str, str],
+        bell: int = NO_BELL,
     ) -> None:
-        """`start` is what it reads first, `shared` are descriptors that others have, too, by options. Raises
-        ServerError if the system refuses to start it."""
+        """`start` is what it reads first, `shared` are descriptors that others have, too, by options; `bell` wakes the
+        reader of its answers. Raises ServerError if the system refuses to start it."""
         self.rank = rank
         self.waker, theirs = socket.socketpair()
         answers = make_ring_file(1)
-        self.answers = RingReader(answers, self.waker)
+        self.answers = RingReader(answers, self.waker, bell=bell)
         fds = {**shared, "--answers": [answers], "--waker": [theirs.fileno()]}
+        if bell != NO_BELL:
+            fds["--answers-bell"] = [bell]
         command = [sys.executable, "-P", "-m", WORKER_MODULE, "--rank", str(rank), "--parent-pid", str(os.getpid())]
         command += [word for name, own in fds.items() for word in (name, ",".join(map(str, own)))]
         command += chain.from_iterable(options.items())
@@ -162,10 +178,16 @@ class WorkerGroup:
     """The workers of an engine on one machine, and what they share. `close` ends them."""
 
     def __init__(
-        self, config: EngineConfig, ranks: range, late: socket.socket, network: WorkerNetwork | None = None
+        self,
+        config: EngineConfig,
+        ranks: range,
+        late: socket.socket,
+        network: WorkerNetwork | None = None,
+        bell: int = NO_BELL,
     ) -> None:
         """Starts them. `late`: where they answer beside the steps. `network`: leads to workers on other machines; on
-        the first one the calls can be read here then. Raises ServerError or ConfigError."""
+        the first one the calls can be read here then. `bell`: wakes the reader of the answers. Raises ServerError or
+        ConfigError."""
         parallel = config.parallel_config
         topology = Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
         self.stages = range(0)
@@ -182,7 +204,7 @@ class WorkerGroup:
         self.shared_file = make_workers_file(topology.pp)
         passes_on = network is not None and network.share == 0
         num_readers = len(ranks) + passes_on
-        calls = make_ring_file(num_readers)
+        calls, self._calls_bell = make_ring_file(num_readers), make_bell()
         try:
             start = encode_config(config), encode_network(network)
             options = {"--ranks": f"{ranks.start},{ranks.stop - 1}", "--num-readers": str(num_readers)}
@@ -190,15 +212,17 @@ class WorkerGroup:
                 for rank, cpus in zip(ranks, bind_cpus(parallel, num_workers=len(ranks)), strict=True):
                     fds = {"--shared-file": [self.shared_file], "--calls": [calls], **pipes.ends_of(rank)}
                     fds["--late"] = [late.fileno()]
+                    if self._calls_bell != NO_BELL:
+                        fds["--calls-bell"] = [self._calls_bell]
                     own = {**options, "--cpus": ",".join(map(str, cpus))}
-                    self.workers.append(WorkerProcess(rank, start, fds, own))
+                    self.workers.append(WorkerProcess(rank, start, fds, own, bell))
                 self.inlet, self.outlet = pipes.make_inlet(), pipes.make_outlet()
             wakers = [worker.waker for worker in self.workers]
             if passes_on:
                 self._relay_waker, theirs = socket.socketpair()
                 wakers.append(self._relay_waker)
                 self.calls_reader = RingReader(calls, theirs, len(ranks), num_readers)
-            self.calls = RingWriter(calls, wakers)
+            self.calls = RingWriter(calls, wakers, bell=self._calls_bell)
         except BaseException:
             self.close()
             raise
@@ -210,6 +234,8 @@ class WorkerGroup:
         for worker in self.workers:
             worker.end()
         os.close(self.shared_file)
+        if self._calls_bell != NO_BELL:
+            os.close(self._calls_bell)
         for ring in (self.inlet, self.outlet, self.calls_reader):
             if ring is not None:
                 ring.end()

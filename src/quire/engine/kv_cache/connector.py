@@ -19,10 +19,12 @@ from quire.engine.request import Request
 from quire.errors import QuireError
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
 
 if TYPE_CHECKING:
+    from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
+    from quire.engine.kv_cache.stored_blocks import StoredBlocks
 
 
 class ExternalMatch(NamedTuple):
@@ -31,8 +33,8 @@ class ExternalMatch(NamedTuple):
     num_tokens: int
     """Whole blocks. All groups have what a token after them reads."""
     source: str = "external_unspecified"
-    """Label of metrics: host, p2p, disk, external_unspecified. It is also what is measured, and rested when it stalls;
-    of several with one label, each has a name after a colon."""
+    """Label of metrics: host, p2p, remote, disk, external_unspecified. It is also what is measured, and rested when it
+    stalls; of several with one label, each has a name after a colon."""
     params: dict[str, Any] | None = None
     """Sent to the worker half with the load."""
 
@@ -57,6 +59,12 @@ class KVConnectorScheduler(ABC):
         self.kv_cache_config = kv_cache_config
         self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.block_size = self.specs[0].block_size if self.specs else 1
+
+    audits: LoadAudits | None = None
+    """Loads that are computed instead, to be compared; None: there are none."""
+
+    stored: StoredBlocks | None = None
+    """Blocks of the store, for KV cache events; None: they are not published."""
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -125,6 +133,14 @@ class KVConnectorScheduler(ABC):
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         """Notes the end of a save: an index learns what can be found."""
+        return
+
+    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+        """Returns the message to the worker half about an audit: where what is stored of `blocks` is."""
+        return {}
+
+    def on_difference(self, block: SavedBlock) -> None:
+        """Notes that a computed block is not the stored one, which must not be used."""
         return
 
     # -- requests ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Each of several workers serves its part of a block at an address of its own, and
 from __future__ import annotations
 
 import secrets
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
@@ -19,23 +19,24 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
 from quire.engine.request import Request, RequestStatus
-from quire.errors import ValidationError
-from quire.kv_store.directory import StoreDirectory
+from quire.errors import ConfigError, ValidationError
+from quire.kv_store.directory import StoreDirectory, has_key
 from quire.kv_store.peer.client import PeerList
+from quire.kv_store.peer.rests import Rests
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_peers import MAX_KEYS
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult
 
 logger = init_logger(__name__)
 
-SOURCE = "p2p"
-REST_S = 5.0
-"""Time for which nothing is taken from a peer that could not be reached or does not fit."""
-MAX_RESTS = 1024
+SOURCE, TIER = "p2p", "remote"
+"""Names of sources: other engines, and block servers."""
 UNFIT = ("unreachable", "silent", "refused")
-"""Reasons for a rest."""
+"""Reasons for a rest: nothing is taken from there."""
+UNTRUE = (*UNFIT, *REJECTIONS, "gone")
+"""The same, of a block server: it has just said that it has the block, and checks what it sends."""
 Site = tuple[str, str]
 """Address of the server of one worker, and its incarnation."""
 _ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -51,7 +52,8 @@ class _Asked:
 
     def join(self) -> dict[str, int]:
         """Returns what the servers have for all workers."""
-        common = set.intersection(*(set(answer) for answer in self.answers.values()))
+        first, *others = self.answers.values()
+        common = [address for address in first if all(address in answer for answer in others)]
         bits = {
             address: [int.from_bytes(one[address], "little") for one in self.answers.values()] for address in common
         }
@@ -70,8 +72,9 @@ class PeerScheduler(KVConnectorScheduler):
         self._takes = transfer.kv_role != "kv_producer"
         self._gives = transfer.kv_role != "kv_consumer"
         self._peers = PeerList(self._extra["peers"])
-        self._rests_until: dict[str, float] = {}
-        """Times until which nothing is taken from an address."""
+        self.has_several_sources = len(self._extra["tiers"]) > 1
+        self._rests = Rests()
+        """Addresses from which nothing is taken."""
         self._num_workers = config.parallel_config.world_size
         self._sizes = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
         self._identities: dict[int, dict[str, Any]] = {}
@@ -87,7 +90,13 @@ class PeerScheduler(KVConnectorScheduler):
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
-        StoreDirectory.open_for_key(config.kv_transfer_config.kv_connector_extra_config["path"]).close()
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        if extra["tiers"] and not has_key(extra["path"]):
+            raise ConfigError(
+                f"the block server {extra['tiers'][0]} proves itself by a key, and this engine has none: name a copy "
+                "of the file `key` in its directory with QUIRE_KV_STORE_KEY_FILE"
+            )
+        StoreDirectory.open_for_key(extra["path"]).close()
 
     @property
     def _is_known(self) -> bool:
@@ -146,17 +155,20 @@ class PeerScheduler(KVConnectorScheduler):
     # -- loads -------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        matches = self.find_matches(request, num_computed_tokens)
+        return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
+
+    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
         offer = self._offers.get(request.request_id)
         if offer is not None:
-            return self._match_offer(request, num_computed_tokens, *offer)
+            return [self._match_offer(request, num_computed_tokens, *offer)]
         asked = self._asked.get(request.request_id)
         if asked is None:
-            return NO_MATCH
+            return []
         if len(asked.answers) < self._num_workers:
             return None
         size = asked.num_blocks
-        matches = [self._match_tier(request, num_computed_tokens, size, *tier) for tier in asked.join().items()]
-        return max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
+        return [self._match_tier(request, num_computed_tokens, size, *tier) for tier in asked.join().items()]
 
     def _match_offer(self, request: Request, start: int, params: TransferParams, sites: list[Site]) -> ExternalMatch:
         """Returns the match of what another engine holds: of groups with a window only the blocks at its end."""
@@ -168,7 +180,7 @@ class PeerScheduler(KVConnectorScheduler):
         if any(reach is not None for reach in reaches) and end != num_held:
             return NO_MATCH
         address = sites[0][0]
-        if end <= start or not self._is_awake(address) or not self._are_provable(start, end):
+        if end <= start or self._rests.is_resting(address) or not self._are_provable(start, end):
             return NO_MATCH
         load = {"peers": sites, "lease": params.remote_request_id}
         return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
@@ -182,24 +194,23 @@ class PeerScheduler(KVConnectorScheduler):
         num_tokens = find_longest_match(
             self.specs, request, start, lambda group_id, digest: places.get((group_id, digest), False)
         )
-        if not num_tokens or not self._is_awake(address) or not self._are_provable(start, start + num_tokens):
+        is_resting = self._rests.is_resting(address)
+        if not num_tokens or is_resting or not self._are_provable(start, start + num_tokens):
             return NO_MATCH
-        return ExternalMatch(num_tokens, f"{SOURCE}:{address}", {"peers": [(address, "")] * self._num_workers})
+        return ExternalMatch(num_tokens, f"{TIER}:{address}", {"peers": [(address, "")] * self._num_workers})
 
     def _are_provable(self, start: int, end: int) -> bool:
         """Returns whether a block is loaded of each position, whose tokens are compared."""
         return any(spec.reach is None or int(spec.first_token_read(end)) <= start for spec in self.specs)
 
-    def _is_awake(self, address: str) -> bool:
-        return time.monotonic() >= self._rests_until.get(address, 0.0)
-
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
-        if result.reason in UNFIT and order.params is not None:
-            address = order.params["peers"][0][0]
-            if len(self._rests_until) >= MAX_RESTS:
-                del self._rests_until[next(iter(self._rests_until))]
-            self._rests_until[address] = time.monotonic() + REST_S
-            logger.warning("nothing is taken from %s for %.0f s: %s", address, REST_S, result.reason)
+        params = order.params or {}
+        address = params["peers"][0][0]
+        if result.outcome == "ok":
+            self._rests.note_good(address)
+        elif result.reason in (UNFIT if "lease" in params else UNTRUE):
+            seconds = self._rests.note_fault(address)
+            logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, result.reason)
 
     def wants_saves(self, request: Request) -> bool:
         return False

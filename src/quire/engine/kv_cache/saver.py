@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from quire.engine.kv_cache.audits import NONE
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
@@ -36,6 +37,8 @@ class SaveCounts:
     num_saved: int = 0
     num_dropped: Counter[str] = field(default_factory=Counter)
     """Counts by reason."""
+    num_audited: Counter[str] = field(default_factory=Counter)
+    """Counts by outcome: same, differs, skipped."""
     save_lags: list[float] = field(default_factory=list)
     """Per save that has stored blocks: time since its oldest block was computed."""
 
@@ -98,9 +101,12 @@ class BlockSaver:
         while self._steps and self._steps[0][0] <= step:
             number, full = self._steps.popleft()
             blocks: list[SavedBlock] = []
+            audited: list[SavedBlock] = []
             for part in full:
-                self._add(part, number, blocks, now)
+                self._add(part, number, blocks, audited, now)
             self._order(blocks, now)
+            if audited:
+                self._order(audited, now, self._connector.plan_audit(audited))
 
     def is_being_filled(self, block_id: int) -> bool:
         """Returns whether a step without a result fills a block: others may hit it, but it cannot be read yet."""
@@ -112,9 +118,12 @@ class BlockSaver:
         self._filled_by.clear()
         self._manager.full_blocks = []
 
-    def _add(self, part: FullBlocks, step: int, blocks: list[SavedBlock], now: float) -> None:
+    def _add(
+        self, part: FullBlocks, step: int, blocks: list[SavedBlock], audited: list[SavedBlock], now: float
+    ) -> None:
         request = part.request
         connector, filled_by = self._connector, self._filled_by
+        to_audit = NONE if connector.audits is None else connector.audits.positions_of(request)
         is_wanted = connector.may_transfer(request) and connector.wants_saves(request)
         hashes, stored = request.block_hashes, stored_hashes(request, self._manager.block_size)
         adapter = request.report.adapter_digest
@@ -124,11 +133,18 @@ class BlockSaver:
                     continue  # it was given to another request, and filled again by a later step
                 del filled_by[block.block_id]
                 content, block_hash = block.content, hashes[index] if index < len(hashes) else None
-                if content is None or block_hash is None or not _has_content(block, block_hash) or not is_wanted:
+                if content is None or block_hash is None or not _has_content(block, block_hash):
+                    continue
+                is_audited = index in to_audit
+                if not is_wanted and not is_audited:
                     continue
                 keys = content.extra_keys and stored_extra_keys(content.extra_keys, adapter)
                 key = BlockKey(stored[index], stored[index - 1] if index else None, content.token_ids, keys)
-                if not self._has_pin(blocks) or connector.seconds_to_save() > 0:
+                if is_audited and self._has_pin([*blocks, *audited]):
+                    audited.append(SavedBlock(group_id, block.block_id, key))
+                elif is_audited:
+                    self.counts.num_audited["skipped"] += 1
+                elif not self._has_pin([*blocks, *audited]) or connector.seconds_to_save() > 0:
                     self._postpone(block, _Postponed(group_id, block_hash, key, now))
                 elif self._offer(SavedBlock(group_id, block.block_id, key), blocks):
                     self.counts.num_begun += 1
@@ -146,10 +162,10 @@ class BlockSaver:
         blocks.append(block)
         return True
 
-    def _order(self, blocks: list[SavedBlock], computed_at: float) -> None:
-        """Pins blocks, and orders their save."""
+    def _order(self, blocks: list[SavedBlock], computed_at: float, audit: dict[str, Any] | None = None) -> None:
+        """Pins blocks, and orders their save, or their `audit`."""
         if blocks:
-            order, all_blocks = SaveOrder(0, blocks), self._manager.block_pool.blocks
+            order, all_blocks = SaveOrder(0, blocks, audit=audit), self._manager.block_pool.blocks
             self._manager.held.pin(id(order), [all_blocks[block.block_id] for block in blocks])
             self._num_pinned += len(blocks)
             self._computed_at[id(order)] = computed_at
@@ -197,7 +213,9 @@ class BlockSaver:
     def count_waiting(self) -> dict[str, int]:
         """Returns the number of blocks that are to be saved, by state: pinned for an order, or postponed. Among the
         latter are some that were evicted since."""
-        return {"pinned": self._num_pinned, "postponed": len(self._postponed)}
+        orders = [*self.unsent, *self.sent.values()]
+        num_audited = sum(len(order.blocks) for order in orders if order.audit is not None)
+        return {"pinned": self._num_pinned - num_audited, "postponed": len(self._postponed)}
 
     # -- orders ------------------------------------------------------------------------------------------------
 
@@ -216,6 +234,9 @@ class BlockSaver:
             return
         self._given_up.discard(result.save_id)
         self._deadlines.pop(result.save_id, None)
+        if order.audit is not None:
+            self._end_audit(order, result)
+            return
         self._connector.on_save_finished(order, result)
         self.counts.num_saved += result.num_saved
         if result.num_saved:
@@ -225,10 +246,21 @@ class BlockSaver:
             self.counts.num_dropped[reason] += len(order.blocks) - result.num_saved
         self._let_go(order)
 
+    def _end_audit(self, order: SaveOrder, result: SaveResult) -> None:
+        num_differing = len(result.differing)
+        num_skipped = max(0, len(order.blocks) - result.num_saved - num_differing)
+        self.counts.num_audited.update(same=result.num_saved, differs=num_differing, skipped=num_skipped)
+        for index in result.differing:
+            self._connector.on_difference(order.blocks[index])
+        self._let_go(order)
+
     def drop_unsent(self) -> bool:
         """Gives back the blocks of orders that were not sent. Returns whether there were any."""
         orders, self.unsent = self.unsent, []
         for order in orders:
+            if order.audit is not None:
+                self._end_audit(order, SaveResult(0, 0, "cancelled"))
+                continue
             self.counts.num_dropped["pins"] += len(order.blocks)
             self._connector.on_save_finished(order, SaveResult(0, 0, "cancelled"))
             self._let_go(order)
@@ -262,7 +294,8 @@ class BlockSaver:
         self._manager.held.release(id(order))
         del self._computed_at[id(order)]
         self._num_pinned -= len(order.blocks)
-        self._in_progress.difference_update((block.group_id, block.key.digest) for block in order.blocks)
+        if order.audit is None:
+            self._in_progress.difference_update((block.group_id, block.key.digest) for block in order.blocks)
 
 
 def _has_content(block: KVCacheBlock, digest: bytes) -> bool:

@@ -17,7 +17,7 @@ from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.request import Request
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
 
 PART = "part"
 
@@ -34,13 +34,14 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         of_store, of_peers = _configs(config)
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
+        self.audits, self.stored = self._store.audits, self._store.stored
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
         of_store, of_peers = _configs(config)
+        PeerScheduler.check_config(of_peers)  # the store makes a key, which a block server would not know
         StoreScheduler.check_config(of_store)
-        PeerScheduler.check_config(of_peers)
 
     def may_transfer(self, request: Request) -> bool:
         return self._store.may_transfer(request)  # peers refuse what they cannot take when they are asked
@@ -52,13 +53,16 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
 
     def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+        """Does not wait for what peers have if the store has all that can be loaded."""
+        all_tokens = (request.num_tokens - 1) // self.block_size * self.block_size - num_computed_tokens
         matches: list[ExternalMatch] = []
         for name, part in self._parts.items():
-            match = part.get_num_new_matched_tokens(request, num_computed_tokens)
-            if match is None:
+            found = part.find_matches(request, num_computed_tokens)
+            if found is None and all(match.num_tokens < all_tokens for match in matches):
                 return None
-            if match.num_tokens:
-                matches.append(match._replace(params={**(match.params or {}), PART: name}))
+            matches += [
+                match._replace(params={**(match.params or {}), PART: name}) for match in found or () if match.num_tokens
+            ]
         return matches
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
@@ -82,6 +86,12 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         self._store.on_save_finished(order, result)
+
+    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+        return self._store.plan_audit(blocks)
+
+    def on_difference(self, block: SavedBlock) -> None:
+        self._store.on_difference(block)
 
     def name_lease(self, request: Request) -> str | None:
         return self._peers.name_lease(request)

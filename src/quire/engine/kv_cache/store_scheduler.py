@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
 from quire.engine.kv_cache.hashing import stored_hashes
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
+from quire.errors import ConfigError
 from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    REJECTIONS,
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SaveOrder,
+    SaveResult,
+)
 
 logger = init_logger(__name__)
 
 MAX_WRITE_BYTES_PER_S = 200_000_000
+SOURCE = "disk"
 NO_PLACE = -1
 SAVED_S = 5.0
 """Time for which a block is taken as written before a scan has found it."""
@@ -55,6 +68,47 @@ class WriteBudget:
         return 0.0 if self._left > 0 else max(1e-3, -self._left / self._rate)
 
 
+class WriteLimits:
+    """Limits what is ordered to be written: by a rate, by what was ordered lately, and by a rest after a failure."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._budget = WriteBudget(bytes_per_s)
+        self._ordered: dict[tuple[int, bytes], float] = {}
+        """Blocks (group, digest) that were ordered lately, and when."""
+        self._forget_ts = float("-inf")
+        """Time at which those of `_ordered` that were ordered long ago are forgotten."""
+        self._rest_ts = float("-inf")
+
+    def seconds_left(self) -> float:
+        """Returns the seconds until anything may be written; 0: it may now."""
+        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
+
+    def rest(self) -> None:
+        """Orders nothing for a while: writing has failed."""
+        self._rest_ts = time.monotonic() + REST_S / 10
+
+    def take(self, name: tuple[int, bytes], num_bytes: int, is_there: Callable[[], bool]) -> bool:
+        """Returns whether a block is to be written, which counts as ordered then. `is_there`: the store has it."""
+        now = time.monotonic()
+        if now < self._rest_ts:
+            return False
+        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
+            self._forget_ts = now + 1.0
+            self._ordered = {name: ts for name, ts in self._ordered.items() if ts >= now - SAVED_S}
+        if name in self._ordered or is_there() or not self._budget.take(num_bytes):
+            return False
+        self._ordered[name] = now
+        return True
+
+    def forget(self, name: tuple[int, bytes]) -> None:
+        """Lets a block be ordered again."""
+        self._ordered.pop(name, None)
+
+    def forget_all(self) -> None:
+        """Lets all blocks be ordered again."""
+        self._ordered.clear()
+
+
 class StoreScheduler(KVConnectorScheduler):
     """Looks blocks up in a directory, and orders those that it lacks to be written."""
 
@@ -62,11 +116,10 @@ class StoreScheduler(KVConnectorScheduler):
         super().__init__(config, kv_cache_config)
         transfer = config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        self._loads = transfer.kv_role != "kv_producer"
-        self._saves = transfer.kv_role != "kv_consumer"
+        self._role = transfer.kv_role
         self._skips_salted = bool(extra.get("skip_salted"))
         self._directory = _open_directory(config)
-        self._budget = WriteBudget(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
+        self._limits = WriteLimits(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
         self._payload_bytes: list[int] = []
         """Bytes of a block of all workers, per group."""
         self._num_workers = config.parallel_config.world_size
@@ -78,15 +131,15 @@ class StoreScheduler(KVConnectorScheduler):
         self._generation = 0
         """Number of times that the weights were replaced."""
         self._had_namespace = False
-        self._saved: dict[tuple[int, bytes], float] = {}
-        """Blocks that were ordered to be written lately, and when."""
-        self._forget_ts = float("-inf")
-        """Time at which those of `_saved` that were ordered long ago are forgotten."""
-        self._rest_ts = float("-inf")
         self._is_resetting = False
+        self.stored = StoredBlocks(self._num_workers) if extra.get("publish_store") else None
+        self.audits = LoadAudits(transfer.audit_share, SOURCE) if transfer.audit_share else None
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
+        publishes = config.kv_transfer_config.kv_connector_extra_config.get("publish_store")
+        if publishes and not config.observability_config.kv_events.is_enabled:
+            raise ConfigError("publish_store adds a KV store to KV cache events; enable them with --kv-events-config")
         _open_directory(config).close()
 
     def may_transfer(self, request: Request) -> bool:
@@ -96,14 +149,14 @@ class StoreScheduler(KVConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         index = self._index
-        if index is None or not self._loads:
+        if index is None or self._role == "kv_producer":
             return NO_MATCH
         num_tokens = find_longest_match(
             self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
         )
         if not num_tokens or not self._are_provable(request, index, num_computed_tokens, num_tokens):
             return NO_MATCH
-        return ExternalMatch(num_tokens, "disk")
+        return ExternalMatch(num_tokens, SOURCE)
 
     def _are_provable(self, request: Request, index: PartsIndex, num_computed_tokens: int, num_tokens: int) -> bool:
         """Returns whether each block has a record of some group: its tokens are compared even where none is loaded."""
@@ -115,9 +168,20 @@ class StoreScheduler(KVConnectorScheduler):
         return all(any(index.contains(digest, g) for g in groups) for digest in hashes)
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        index, groups = self._index, range(len(self.specs))
-        found = [[None if index is None else index.find(key.digest, g) for key in order.keys] for g in groups]
-        parts = []
+        groups = range(len(self.specs))
+        order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
+
+    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+        return self._locate([[(block.key.digest, block.group_id) for block in blocks]])
+
+    def on_difference(self, block: SavedBlock) -> None:
+        if self._index is not None:
+            self._index.forget(block.key.digest, block.group_id)
+
+    def _locate(self, rows: Sequence[Sequence[tuple[bytes, int]]]) -> dict[str, Any]:
+        """Returns where the records of blocks (digest, group) are, for each worker."""
+        index, parts = self._index, []
+        found = [[None if index is None else index.find(*block) for block in row] for row in rows]
         for rank in range(self._num_workers):
             numbers: dict[str, int] = {}
             places = [
@@ -130,7 +194,7 @@ class StoreScheduler(KVConnectorScheduler):
                 for row in found
             ]
             parts.append({"extents": list(numbers), "places": places})
-        order.params = {"parts": parts}
+        return {"parts": parts}
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
         if self._index is None:
@@ -141,12 +205,12 @@ class StoreScheduler(KVConnectorScheduler):
             key = order.keys[result.num_verified]
             for group_id in range(len(self.specs)):
                 self._index.forget(key.digest, group_id)
-                self._saved.pop((group_id, key.digest), None)
+                self._limits.forget((group_id, key.digest))
 
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if not self._saves:
+        if self._role == "kv_consumer":
             return False
         params = request.sampling_params
         is_kept_off = (
@@ -157,33 +221,27 @@ class StoreScheduler(KVConnectorScheduler):
     def seconds_to_save(self) -> float:
         if self._index is None:
             return math.inf  # the worker half reports the namespace
-        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
+        return self._limits.seconds_left()
 
     def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        now = time.monotonic()
-        if self._index is None or now < self._rest_ts:
+        index = self._index
+        if index is None:
             return False
-        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
-            self._forget_ts = now + 1.0
-            self._saved = {name: ts for name, ts in self._saved.items() if ts >= now - SAVED_S}
-        name = (group_id, key.digest)
-        if name in self._saved or self._index.contains(key.digest, group_id):
-            return False
-        if not self._budget.take(self._payload_bytes[group_id]):
-            return False
-        self._saved[name] = now
-        return True
+        name, num_bytes = (group_id, key.digest), self._payload_bytes[group_id]
+        return self._limits.take(name, num_bytes, lambda: index.contains(key.digest, group_id))
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         for block in order.blocks[result.num_saved :]:
-            self._saved.pop((block.group_id, block.key.digest), None)
+            self._limits.forget((block.group_id, block.key.digest))
         if result.reason in ("full", "error"):
-            self._rest_ts = time.monotonic() + REST_S / 10
+            self._limits.rest()
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info
+        if self.stored is not None and info and "watched" in info and info["generation"] == self._generation:
+            self.stored.update(output.rank, *info["watched"])
         if not info or info.get("generation") != self._generation or "fingerprint" not in info:
             return
         self._identities[output.rank] = info
@@ -213,6 +271,8 @@ class StoreScheduler(KVConnectorScheduler):
     def set_weights(self, path: str) -> None:
         self._generation += 1
         self._forget_namespace()
+        if self.stored is not None:
+            self.stored.clear()
 
     def count_stored(self) -> tuple[int, int]:
         return (0, 0) if self._index is None else (self._index.num_blocks, self._index.num_bytes)
@@ -221,7 +281,7 @@ class StoreScheduler(KVConnectorScheduler):
         """Drops the records of this namespace: from the index now, and from the directory with the next step."""
         if self._index is not None:
             self._index.forget_all()
-        self._saved.clear()
+        self._limits.forget_all()
         self._is_resetting = True
         return True
 
@@ -232,7 +292,7 @@ class StoreScheduler(KVConnectorScheduler):
     def _forget_namespace(self) -> None:
         scanner, self._scanner, self._index = self._scanner, None, None
         self._identities.clear()
-        self._saved.clear()
+        self._limits.forget_all()
         if scanner is not None:
             scanner.stop()
 

@@ -14,7 +14,7 @@ from itertools import count
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
-from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
@@ -36,6 +36,10 @@ logger = init_logger(__name__)
 
 LET_GO_S = 1.0
 """Seconds that a reset waits for transfers to end."""
+_TIERS = {"p2p": "peer"}
+"""Tiers of sources that have another name."""
+_LABELS = {"remote": "p2p"}
+"""The same for the labels of vLLM's metric, which has none for block servers."""
 PREFILL_TOKENS = 32
 """Steps of so many tokens, and of so many per request, show what computing prompts costs."""
 
@@ -227,6 +231,8 @@ class KVExchange(NoExchange, AdmissionGate):
         if load is not None:
             self._abandon(load, "cancelled")
         if request.is_finished:
+            if self.connector.audits is not None:
+                self.connector.audits.end(request)
             self._lease(request)
             self.connector.request_finished(request)
 
@@ -253,7 +259,7 @@ class KVExchange(NoExchange, AdmissionGate):
         counts, saver.counts = saver.counts, SaveCounts()
         new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
-        new.num_waiting_saves = saver.count_waiting()
+        new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
         new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         stats.kv_transfer = new
@@ -265,6 +271,7 @@ class KVExchange(NoExchange, AdmissionGate):
             saves.num_begun
             or saves.num_saved
             or saves.num_dropped
+            or saves.num_audited
             or own.num_loads_begun
             or own.num_loads
             or own.prefix_cache_stats.requests
@@ -351,7 +358,7 @@ class KVExchange(NoExchange, AdmissionGate):
         now, used = self.clock(), {load.order.source for load, _ in self._loaded.get(request, ())}
         matches = [match for match in matches if match.source not in used]
         match = self.loader.choose(request, num_hits, matches, now)
-        if match is None:
+        if match is None or self._begins_audit(request, match, first):
             self._declined = request, num_hits
             return False
         reserved_blocks += self._manager.count_blocks_to_come(running)
@@ -364,8 +371,14 @@ class KVExchange(NoExchange, AdmissionGate):
         request.await_load()
         return True
 
+    def _begins_audit(self, request: Request, match: ExternalMatch, first: int) -> bool:
+        audits = self.connector.audits
+        return audits is not None and audits.begins(request, match, first, match.num_tokens // self._manager.block_size)
+
     def _may_load(self, request: Request) -> bool:
-        """Returns whether a request has not loaded yet, or may load what another source has."""
+        """Returns whether a request has not loaded yet, or may load what another source has, and is not audited."""
+        if self.connector.audits is not None and self.connector.audits.positions_of(request):
+            return False
         loaded = self._loaded.get(request)
         if not loaded:
             return True
@@ -384,14 +397,16 @@ class KVExchange(NoExchange, AdmissionGate):
     def _end(self, load: Load, num_blocks: int, outcome: str) -> None:
         """Nothing waits for a load any more: it has ended, or was given up."""
         request = load.request
-        loads = self._stats.num_loads
-        loads[outcome] = loads.get(outcome, 0) + 1
+        source = load.order.source.partition(":")[0]
+        tier = _TIERS.get(source, source)
+        for loads in (self._stats.num_loads, self._stats.num_tier_loads.setdefault(tier, {})):
+            loads[outcome] = loads.get(outcome, 0) + 1
         if not request.is_finished:
             num_tokens = num_blocks * self._manager.block_size
             self._loaded.setdefault(request, []).append((load, num_tokens))
             if num_blocks:
-                by_source, source = request.report.external_by_source, load.order.source.partition(":")[0]
-                by_source[source] = by_source.get(source, 0) + num_tokens
+                by_source, label = request.report.external_by_source, _LABELS.get(source, source)
+                by_source[label] = by_source.get(label, 0) + num_tokens
         if num_blocks:
             now = self.clock()
             self._stats.load_seconds.append(now - load.began)

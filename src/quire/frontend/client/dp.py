@@ -180,8 +180,9 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             )
         if self.resources.launcher is None or not self.resources.launcher.may_scale:
             raise ClientError(
-                "this server has a part of the engines (--data-parallel-hybrid-lb), or some are on other machines: "
-                "their number is fixed; start another server or machine, or end one"
+                "this server has a part of the engines (--data-parallel-hybrid-lb), or some of them or of their "
+                "workers are on other machines (--nnodes, Ray): their number is fixed; start another server or "
+                "machine, or end one"
             )
         if self.shares_experts:
             await self._whole(self._scale_together(num_engines, timeout_s))
@@ -418,6 +419,11 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             raise ClientError(
                 "mode wait: engines that share experts (--enable-expert-parallel) restart together, and their requests "
                 "go on then; use mode move"
+            )
+        if self.resources.nodes is not None:
+            raise ClientError(
+                "engines that share experts (--enable-expert-parallel) on several machines restart together: end the "
+                "server, which ends its nodes, and start all again"
             )
         await self._whole(self._restart_group(timeout_s))
 

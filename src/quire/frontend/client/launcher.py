@@ -30,9 +30,10 @@ from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.logger import init_logger
 from quire.resolve import resolve
 from quire.wire.engine_core import EngineCoreReadyResponse
+from quire.wire.group import GroupNetwork, HubLaunch, group_addresses
 from quire.wire.handshake import ClientAddresses, CoordinatorAddresses, EngineZmqAddresses
-from quire.wire.nodes import derive_keys, network_addresses, read_fleet_key
-from quire.wire.shared_memory import clear_generation, make_experts_file, make_group_file
+from quire.wire.nodes import NUM_PORTS, derive_keys, network_addresses, read_fleet_key
+from quire.wire.shared_memory import clear_factors, clear_generation, make_experts_file, make_group_file
 from quire.wire.sockets import CurveDoor, CurveKeys, SocketDirectory, bind_network, bound_address, make_zmq_socket
 
 logger = init_logger(__name__)
@@ -52,9 +53,9 @@ class SharingGroup(NamedTuple):
 class SharedExperts:
     """The file of engines that share experts, and their group."""
 
-    def __init__(self, directory: Path, num_engines: int) -> None:
-        """Raises OSError."""
-        self.file = make_experts_file()
+    def __init__(self, directory: Path, num_engines: int, network: GroupNetwork | None = None) -> None:
+        """`network`: the hub of the group, if other machines have some of the engines. Raises OSError."""
+        self.file, self.network = make_experts_file(), network
         self.group = SharingGroup(num_engines, 0, directory / GROUP_FILE)
         self._last = 0
         self.standby: frozenset[int] = frozenset()
@@ -68,8 +69,10 @@ class SharedExperts:
         return SharingGroup(num_engines, self._last, page)
 
     def retire(self, group: SharingGroup) -> None:
-        """Gives back the memory of a group whose engines have left it."""
+        """Gives back the memory of a group whose engines have left it, and of those that have ended."""
         clear_generation(self.file, group.generation)
+        for engine in range(self.group.num_engines, group.num_engines):
+            clear_factors(self.file, engine)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -153,9 +156,12 @@ class EngineLauncher:
         """Starts the coordinator of engines that step together, and waits for it. Returns our connection to it. Raises
         EngineDeadError if it cannot be started."""
         front, back, intake = (self._make_address(f"coordinator-{name}") for name in ("front", "back", "intake"))
-        plan = CoordinatorPlan(
-            CoordinatorAddresses(front, back, intake), self._config.parallel_config.data_parallel_size, self._ours
-        )
+        parallel, hub, network = self._config.parallel_config, None, None
+        if parallel.spans_machines:
+            hub, network = self._plan_group(parallel)
+        # engines of other machines are not waited for: what they miss, the hub makes good
+        num_expected = parallel.data_parallel_size if hub is None else 1
+        plan = CoordinatorPlan(CoordinatorAddresses(front, back, intake), num_expected, self._ours, hub)
         self.coordinator = CoordinatorSupervisor(plan, self._config.lifecycle_config, on_gone)
         self.coordinator.start()
         try:
@@ -167,9 +173,25 @@ class EngineLauncher:
         self._addresses.coordinator_input, self._addresses.coordinator_output = bound.back, bound.intake
         self._addresses.frontend_stats_publish_address = bound.front
         make_group_file(self._directory.path / GROUP_FILE)
-        if self._config.parallel_config.shares_experts:
-            self.sharing = SharedExperts(self._directory.path, self._config.parallel_config.data_parallel_size)
+        if parallel.shares_experts:
+            self.sharing = SharedExperts(self._directory.path, parallel.data_parallel_size, network)
         return CoordinatorLink(self._context, bound.front, self._the_cores)
+
+    def _plan_group(self, parallel: ParallelConfig) -> tuple[HubLaunch, GroupNetwork]:
+        """Returns how the coordinator is the hub of the group, and how the engines of this machine reach it."""
+        host, port = self._find_host(parallel), parallel.data_parallel_rpc_port + NUM_PORTS
+        addresses, silence_s = group_addresses(host, port), parallel.engine_link_timeout_s
+        ours, _ = derive_keys(self._fleet_key, silence_s)
+        network = GroupNetwork(
+            addresses.hub, addresses.exchange, self._fleet_key, silence_s, machine=secrets.token_bytes(8)
+        )
+        hub = HubLaunch(parallel.data_parallel_size, addresses.back, addresses.intake, addresses.hub, ours)
+        return hub, network
+
+    def _find_host(self, parallel: ParallelConfig) -> str:
+        """Returns the address that other machines have of this one. Raises ConfigError."""
+        anywhere = "0.0.0.0" if parallel.is_on_ray else parallel.master_addr  # with a key, on all of them
+        return find_own_address(parallel.data_parallel_address or anywhere)
 
     def _open_to_nodes(self, parallel: ParallelConfig) -> zmq.Socket[Any]:
         """Lets cores of other machines connect to the sockets that those of this one use. Returns the socket of the
@@ -177,8 +199,7 @@ class EngineLauncher:
         self._fleet_key = secrets.token_bytes(32) if parallel.fleet_key is None else read_fleet_key(parallel.fleet_key)
         ours, _ = derive_keys(self._fleet_key, parallel.engine_link_timeout_s)
         self.door = CurveDoor(self._context, [ours.peer_public])
-        anywhere = "0.0.0.0" if parallel.is_on_ray else parallel.master_addr  # with a key, on all of them
-        host = find_own_address(parallel.data_parallel_address or anywhere)
+        host = self._find_host(parallel)
         own, inputs, outputs = network_addresses(host, parallel.data_parallel_rpc_port)
         bind_network(self.input_socket, inputs, ours)
         bind_network(self.output_socket, outputs, ours)
@@ -250,8 +271,9 @@ class EngineLauncher:
         if group is not None:
             config = config.with_engines(group.num_engines, group.generation)
         present = None if self.coordinator is None else self._directory.path / GROUP_FILE
+        network = None if sharing is None else sharing.network
         if sharing is not None:
-            present = (group or sharing.group).page
+            present = None if network is not None else (group or sharing.group).page
         first = self._incarnations.get(engine, 0)  # the sockets of a removed engine may close later than it ends
         launch = CoreLaunch(
             self._addresses,
@@ -266,6 +288,7 @@ class EngineLauncher:
             experts_file=-1 if sharing is None else sharing.file,
             experts_generation=0 if sharing is None else (group or sharing.group).generation,
             is_scale_up_launch=group is not None,
+            group_network=network,
         )
 
         def is_needed() -> bool:
@@ -316,9 +339,9 @@ class EngineLauncher:
 
     @property
     def may_scale(self) -> bool:
-        """True if all engines are those of this client."""
+        """True if all engines are those of this client, with their workers on this machine."""
         parallel = self._config.parallel_config
-        return parallel.num_local_engines == parallel.data_parallel_size
+        return parallel.num_local_engines == parallel.data_parallel_size and parallel.has_own_workers
 
     def note_removed(self, engine: int, supervisor: CoreSupervisor) -> None:
         """Records that an engine was removed: if there is one of its index again, its cores have other numbers."""

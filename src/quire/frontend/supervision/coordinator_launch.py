@@ -28,6 +28,7 @@ from quire.frontend.supervision.quarantine import describe_exit
 from quire.frontend.supervision.supervisor import RestartBudget
 from quire.interrupts import Wakeup
 from quire.logger import child_level, init_logger
+from quire.wire.group import HubLaunch
 from quire.wire.handshake import CoordinatorAddresses, CoordinatorLaunch
 from quire.wire.process import search_path
 from quire.wire.sockets import CurveKeys
@@ -47,6 +48,8 @@ class CoordinatorPlan:
     addresses: CoordinatorAddresses
     num_engines: int
     curve: CurveKeys | None = None
+    group: HubLaunch | None = None
+    """The hub of engines on several machines that share experts."""
 
 
 class CoordinatorSupervisor(threading.Thread):
@@ -105,7 +108,7 @@ class CoordinatorSupervisor(threading.Thread):
 
     def _run_one(self, num_expected: int) -> int:
         """Runs one coordinator to its end. Returns its exit code."""
-        launch = CoordinatorLaunch(self._plan.addresses, num_expected, os.getpid(), self._plan.curve)
+        launch = CoordinatorLaunch(self._plan.addresses, num_expected, os.getpid(), self._plan.curve, self._plan.group)
         process = _spawn(launch)
         self.pid = process.pid
         try:

@@ -27,6 +27,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError, EngineDeadError, make_error
 from quire.frontend.supervision.quarantine import describe_exit
 from quire.logger import child_level, init_logger
+from quire.wire.group import GroupNetwork
 from quire.wire.handshake import (
     EngineHandshakeMetadata,
     EngineStatus,
@@ -80,6 +81,8 @@ class CoreLaunch:
     """Number of their group."""
     is_scale_up_launch: bool = False
     """True for an engine that is started for a group which does not compute yet."""
+    group_network: GroupNetwork | None = None
+    """The hub of the engines that share experts on several machines; None: they are on one, or share none."""
     working_dir: str = field(default_factory=os.getcwd)
     """Directory in which relative paths of the configuration begin, wherever this process may go later."""
     search_path: str = field(default_factory=search_path)
@@ -163,6 +166,7 @@ class CoreProcess:
             experts_file=self._launch.experts_file,
             experts_generation=self._launch.experts_generation,
             is_scale_up_launch=self._launch.is_scale_up_launch,
+            group_network=self._launch.group_network,
             curve=self._launch.core_curve,
         )
 

@@ -33,9 +33,11 @@ from quire.frontend.supervision.quarantine import CoreDeath
 from quire.frontend.supervision.supervisor import CoreSupervisor
 from quire.interrupts import Wakeup
 from quire.logger import init_logger
+from quire.wire.group import GroupNetwork, group_addresses
 from quire.wire.handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, EngineZmqAddresses
 from quire.wire.nodes import (
     BEAT_INTERVAL_S,
+    NUM_PORTS,
     CoreEnd,
     CoreOrder,
     CoreReport,
@@ -52,6 +54,7 @@ from quire.wire.nodes import (
     read_fleet_key,
 )
 from quire.wire.process import set_process_title
+from quire.wire.shared_memory import make_experts_file
 from quire.wire.sockets import CurveKeys, SocketDirectory, make_zmq_socket
 
 logger = init_logger(__name__)
@@ -191,9 +194,18 @@ _DECODER = msgspec.msgpack.Decoder(ToNode)
 class NodeAgent:
     """The engines of this machine. `run` serves until `ask_end`, or until the server ends."""
 
-    def __init__(self, config: EngineConfig, *, engines: range | None = None, fleet_key: bytes | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        engines: range | None = None,
+        fleet_key: bytes | None = None,
+        listens: str = "",
+    ) -> None:
         """`engines` are the node's; None: those that the configuration gives. `fleet_key` is the key; None: it is in a
-        file. Raises ConfigError for a file that cannot be used."""
+        file. `listens` is the address at which the first engine may listen for the hidden states of others with which
+        it shares experts; empty: the server's machine has the first. Raises ConfigError for a file that cannot be
+        used."""
         self._config = config
         self._pins: dict[int, tuple[int, int | None]] = {}
         """Context length and number of blocks that later cores of an engine have."""
@@ -206,6 +218,13 @@ class NodeAgent:
         self._context: zmq.Context[Any] = zmq.Context()
         host = parallel.data_parallel_address or parallel.master_addr
         self._addresses = network_addresses(host, parallel.data_parallel_rpc_port)
+        self._group: GroupNetwork | None = None
+        """The hub of engines on several machines that share experts; None: they share none."""
+        self._experts_file = -1
+        """The file of this machine's engines among them."""
+        self._coordinator: tuple[str, str] | tuple[None, None] = None, None
+        if parallel.shares_experts:
+            self._join_group(host, fleet_key, listens)
         _, keys = derive_keys(fleet_key, parallel.engine_link_timeout_s)
         self._head = HeadConnection(self._context, self._addresses[0], keys)
         self._directory = SocketDirectory()
@@ -214,6 +233,21 @@ class NodeAgent:
         self._num_stops = 0
         self._is_silent = False
         """The head is out of reach."""
+
+    def _join_group(self, host: str, fleet_key: bytes, listens: str) -> None:
+        """Makes what the engines of this machine need to share experts with others."""
+        parallel = self._config.parallel_config
+        addresses = group_addresses(host, parallel.data_parallel_rpc_port + NUM_PORTS)
+        self._group = GroupNetwork(
+            addresses.hub,
+            "" if listens else addresses.exchange,
+            fleet_key,
+            parallel.engine_link_timeout_s,
+            machine=secrets.token_bytes(8),
+            listens=listens,
+        )
+        self._coordinator = addresses.back, addresses.intake
+        self._experts_file = make_experts_file()
 
     @property
     def supervisors(self) -> Mapping[int, CoreSupervisor]:
@@ -242,6 +276,8 @@ class NodeAgent:
             self._wakeup.close()
             self._context.term()
             self._directory.remove()
+            if self._experts_file >= 0:
+                os.close(self._experts_file)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -322,8 +358,8 @@ class NodeAgent:
                 logger.info("the server has ended: so does this node")
                 self._end_cores()
                 return
-            if len(state.gone) == len(state.engines):
-                raise next(iter(state.gone.values()))
+            if len(state.gone) == len(state.engines) or (state.gone and self._group is not None):
+                raise next(iter(state.gone.values()))  # those that share experts with it could not go on
         self._hand_over()
         self._end_cores()
         state.has_ended = True
@@ -372,13 +408,15 @@ class NodeAgent:
         if welcome.max_model_len is not None:
             config = pin_config(config, welcome.max_model_len, None)
         launch = CoreLaunch(
-            EngineZmqAddresses([self._addresses[1]], [self._addresses[2]]),
+            EngineZmqAddresses([self._addresses[1]], [self._addresses[2]], *self._coordinator),
             encode_config(config),
             not config.observability_config.disable_log_stats,
             envs.ENGINE_READY_TIMEOUT_S.number(),
             self._head.keys,
             is_one_of_several=parallel.data_parallel_size > 1,
             preload=parallel.core_names(config.model_config.implementation.name),
+            experts_file=self._experts_file,
+            group_network=self._group,
         )
         for engine, first in zip(self._state.engines, welcome.first_incarnations, strict=True):
             self._supervisors[engine] = self._make_supervisor(dataclasses.replace(launch, engine_index=engine), first)

@@ -109,13 +109,16 @@ class PeerConnection:
         key: bytes,
         hello: Hello,
         is_cancelled: Callable[[], bool],
+        timeout_s: float | None = None,
     ) -> None:
+        """`timeout_s`: time in which the session must have begun; None: CONNECT_S, and SILENCE_S for the answer."""
         self.address = address
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._decoder: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
         self._next_id = 0
         try:
             place = place_of(address)  # and checks the address
-            _probe(address)
+            _probe(address, CONNECT_S if timeout_s is None else min(CONNECT_S, max(0.001, timeout_s)))
             self._socket = make_peer_socket(
                 context, address, zmq.DEALER, curve_keys(key)[1], bind=False, max_message_bytes=MAX_RECORD_BYTES,
                 high_water_mark=64,
@@ -123,15 +126,18 @@ class PeerConnection:
         except (zmq.ZMQError, OSError, ConfigError) as e:
             raise PeerError("unreachable", f"{address}: {e}") from None
         try:
-            self.incarnation = self._greet(key, hello, place if is_private(address) else "", is_cancelled)
+            left = None if deadline is None else deadline - time.monotonic()
+            self.incarnation = self._greet(key, hello, place if is_private(address) else "", is_cancelled, left)
             """Name of the server's start."""
         except BaseException:
             self.close()
             raise
 
-    def _greet(self, key: bytes, hello: Hello, place: str, is_cancelled: Callable[[], bool]) -> str:
+    def _greet(
+        self, key: bytes, hello: Hello, place: str, is_cancelled: Callable[[], bool], timeout_s: float | None
+    ) -> str:
         self.send(hello)
-        welcome = self._await(Welcome, None, is_cancelled)
+        welcome = self._await(Welcome, timeout_s, is_cancelled)
         expected = server_tag(key, hello, welcome.nonce, welcome.incarnation, place)
         if welcome.version != PEER_VERSION or not hmac.compare_digest(welcome.tag, expected):
             raise PeerError("refused", f"{self.address} has another key")
@@ -213,11 +219,11 @@ class PeerConnection:
         return answer, [frame.buffer for frame in frames]
 
 
-def _probe(address: str) -> None:
+def _probe(address: str, timeout_s: float) -> None:
     """Raises OSError if nothing listens: the socket itself would try again for ever."""
     if address.startswith("tcp://"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
 
 
 class PeerClient:
@@ -238,9 +244,10 @@ class PeerClient:
         fingerprint: bytes,
         incarnation: str = "",
         is_cancelled: Callable[[], bool] = lambda: False,
+        timeout_s: float | None = None,
     ) -> Iterator[PeerConnection]:
-        """Lends a connection; one that has failed is closed. `incarnation`: the one that the server must have. Raises
-        PeerError."""
+        """Lends a connection; one that has failed is closed. `incarnation`: the one that the server must have;
+        `timeout_s`: as of a `PeerConnection`. Raises PeerError."""
         with self._lock:
             if self._is_closed:
                 raise PeerError("cancelled", "the engine ends")
@@ -254,7 +261,7 @@ class PeerClient:
         try:
             if connection is None:
                 hello = Hello(PEER_VERSION, fingerprint, self._engine_id, secrets.token_bytes(32))
-                connection = PeerConnection(self._context, address, self._key, hello, is_cancelled)
+                connection = PeerConnection(self._context, address, self._key, hello, is_cancelled, timeout_s)
             if incarnation and connection.incarnation != incarnation:
                 raise PeerError("stale", f"{address} was started again since it promised the blocks")
             yield connection

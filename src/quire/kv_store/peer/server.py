@@ -27,7 +27,7 @@ from quire.failpoints import failpoint
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import open_extent, read_header, read_into
 from quire.kv_store.index import StoreIndex, StoreScanner
-from quire.kv_store.record import TAG_BYTES, InvalidRecordError
+from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
 from quire.logger import init_logger
 from quire.wire.kv_peers import (
     MAX_CREDIT,
@@ -115,7 +115,7 @@ class DirectorySource(BlockSource):
     """The records of a directory, of any fingerprint. It only reads them."""
 
     def __init__(self, directory: StoreDirectory) -> None:
-        self._directory = directory
+        self._directory, self._mac = directory, RecordMac(directory.key)
         self._indexes: dict[bytes, tuple[StoreIndex, StoreScanner]] = {}
         self._descriptors: dict[str, int] = {}
 
@@ -134,6 +134,7 @@ class DirectorySource(BlockSource):
         return [index.contains(digest, group) for group, digest in keys]
 
     def read(self, fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
+        """Returns a record that is the one it should be: what a client has to reject would cost it a rest."""
         group, digest = key
         index, _ = self._indexes[fingerprint]
         place = index.find(digest, group)
@@ -142,14 +143,18 @@ class DirectorySource(BlockSource):
         try:
             descriptor = self._open(place.extent)
             header = read_header(descriptor, place.offset)
-            record = memoryview(bytearray(header.record_bytes))
+            record, start = memoryview(bytearray(header.record_bytes)), header.header_bytes
+            if (header.fingerprint, header.digest, header.group) != (fingerprint, digest, group):
+                raise InvalidRecordError("key", "it is another block's")
             if read_into(descriptor, [record], place.offset) != len(record):
-                return None
-        except (OSError, InvalidRecordError):
+                raise InvalidRecordError("truncated", "its extent ends within it")
+            end = start + TAG_BYTES
+            self._mac.check(bytes(record[:start]), record[:start], record[start:end], [record[end:]])
+        except (OSError, InvalidRecordError) as e:
+            logger.debug("a record of %s is not sent: %s", place.extent, e)
             index.forget(digest, group)
             return None
         index.note_use(digest, group)
-        end = header.header_bytes + TAG_BYTES
         return record[:end], record[end:]
 
     def _open(self, extent: str) -> int:
@@ -159,6 +164,13 @@ class DirectorySource(BlockSource):
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             descriptor = self._descriptors[extent] = open_extent(self._directory.descriptor, extent)
         return descriptor
+
+    def end_expired(self, now: float) -> float:
+        """Closes extents that were deleted since, so that their room is free. Called at least each second."""
+        for extent, descriptor in list(self._descriptors.items()):
+            if not os.fstat(descriptor).st_nlink:
+                os.close(self._descriptors.pop(extent))
+        return float("inf")
 
     def close(self) -> None:
         for _, scanner in self._indexes.values():

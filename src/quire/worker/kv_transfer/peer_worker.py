@@ -15,11 +15,12 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
+from quire.kv_store.peer.client import PeerClient, PeerError
+from quire.kv_store.peer.rests import Rests
 from quire.kv_store.peer.server import BlockServer, BlockSource, Record
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
 from quire.logger import init_logger
-from quire.wire.kv_peers import RecordName, Release, Renew, pack_bits
+from quire.wire.kv_peers import RecordName, Release, Renew
 from quire.wire.kv_transfer import (
     BlockKey,
     KVConnectorMetadata,
@@ -31,6 +32,7 @@ from quire.wire.kv_transfer import (
     TransferOutcome,
 )
 from quire.worker.kv_transfer.record_worker import RecordWorker
+from quire.worker.kv_transfer.tiers import Answers, TierAsker
 from quire.worker.kv_transfer.transfers import PROGRESS_S, Namespace
 from quire.worker.kv_transfer.worker import Report
 
@@ -38,13 +40,9 @@ logger = init_logger(__name__)
 
 RENEW_S, RENEWED_S = 5.0, 20.0
 """Time between renewals of a lease, and what one adds."""
-ASK_S = 0.25
-"""Time in which a block server must answer what it has."""
-REST_S = 5.0
-"""Time for which a block server that has not answered is not asked."""
 END_S = 1.0
 MAX_ENDED = 1024
-"""Number of ended leases, and of addresses that rest, that are remembered."""
+"""Number of ended leases that are remembered."""
 
 
 class _Lease:
@@ -294,13 +292,12 @@ class PeerWorker(RecordWorker):
             parallel = config.parallel_config
             address = address_of(extra["listen"], parallel.engine_index * parallel.world_size + rank)
             self._server = BlockServer(self._leases, self.directory.key, address, extra["engine_id"])
-        self._tiers: list[str] = extra["tiers"]
-        self._rests_until: dict[str, float] = {}
-        """Times until which addresses are not asked, and sent no renewals."""
+        self._rests = Rests()
+        """Addresses that are sent no renewals. Owned by the keeper's thread, as the next."""
         self._kept: dict[str, tuple[str, str]] = {}
-        """Leases of waiting requests: lease to address and incarnation. Owned by the keeper's thread."""
+        """Leases of waiting requests: lease to address and incarnation."""
         self._loads = _Tasks("kv-peer-load", extra["io_threads"])
-        self._asks = _Tasks("kv-peer-ask")
+        self._tiers = TierAsker(self._client, extra["tiers"])
         self._keeper = _Tasks("kv-peer-keep", every=self._renew)
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -315,7 +312,8 @@ class PeerWorker(RecordWorker):
             self._begin_lease(save, namespace)
         params = orders.params or {}
         for request_id, keys in params.get("ask", {}).items():
-            self._asks.put(partial(self._ask, request_id, keys, namespace))
+            fingerprint = None if namespace is None else namespace.fingerprint
+            self._tiers.ask(keys, fingerprint, partial(self._report_tiers, request_id))
         for lease, sites in params.get("keep", ()):
             self._keeper.put(partial(self._kept.__setitem__, lease, tuple(sites[self.rank])))
         for lease in params.get("release", ()):
@@ -343,7 +341,7 @@ class PeerWorker(RecordWorker):
 
     def stop_threads(self) -> bool:
         deadline = time.monotonic() + END_S
-        num_hung = sum(not tasks.stop(deadline) for tasks in (self._loads, self._asks, self._keeper))
+        num_hung = sum(not threads.stop(deadline) for threads in (self._loads, self._tiers, self._keeper))
         if self._server is not None:
             self._server.close()
         self._client.close()
@@ -351,30 +349,8 @@ class PeerWorker(RecordWorker):
 
     # -- what servers have, and leases elsewhere ---------------------------------------------------------------
 
-    def _ask(self, request_id: str, keys: list[RecordName], namespace: Namespace | None) -> None:
-        """Asks all tiers which blocks they have, and reports it: one that does not answer has none."""
-        found: dict[str, bytes] = {}
-        for address in self._tiers:
-            if namespace is None or self._is_resting(address):
-                continue
-            try:
-                found[address] = pack_bits(self._ask_one(address, keys, namespace))
-            except Exception as e:  # a request waits for the answer
-                logger.warning("the block server %s is not asked for %.0f s: %s", address, REST_S, e)
-                self._rest(address)
-        self._report(KVConnectorOutput(info={"have": {request_id: found}}))
-
-    def _ask_one(self, address: str, keys: list[RecordName], namespace: Namespace) -> list[bool]:
-        """Asks one server; connections from before its restart are tried and dropped. Raises PeerError."""
-        for _ in range(MAX_IDLE):
-            try:
-                with self._client.connect(address, namespace.fingerprint) as peer:
-                    return peer.have(keys, ASK_S)
-            except PeerError as e:
-                if e.reason != "stale":
-                    raise
-        with self._client.connect(address, namespace.fingerprint) as peer:
-            return peer.have(keys, ASK_S)
+    def _report_tiers(self, request_id: str, answers: Answers) -> None:
+        self._report(KVConnectorOutput(info={"have": {request_id: answers}}))
 
     def _release(self, lease: str) -> None:
         place = self._kept.pop(lease, None)
@@ -388,19 +364,13 @@ class PeerWorker(RecordWorker):
     def _send(self, place: tuple[str, str], message: Renew | Release) -> None:
         """Sends a peer what needs no answer. One that cannot be reached ends its leases itself."""
         namespace = self.namespace
-        if namespace is None or self._is_resting(place[0]):
+        if namespace is None or self._rests.is_resting(place[0]):
             return
         try:
             with self._client.connect(place[0], namespace.fingerprint, place[1]) as peer:
                 peer.send(message)
         except PeerError as e:
             if e.reason != "stale":
-                self._rest(place[0])
-
-    def _rest(self, address: str) -> None:
-        if len(self._rests_until) >= MAX_ENDED:
-            self._rests_until.clear()
-        self._rests_until[address] = time.monotonic() + REST_S
-
-    def _is_resting(self, address: str) -> bool:
-        return time.monotonic() < self._rests_until.get(address, 0.0)
+                self._rests.note_fault(place[0])
+        else:
+            self._rests.note_good(place[0])

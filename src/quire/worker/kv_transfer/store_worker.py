@@ -18,9 +18,12 @@ from pathlib import Path
 from quire.config.engine import EngineConfig
 from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.index import StoreScanner
 from quire.kv_store.record import RecordMac
+from quire.kv_store.watch import Name, StoreWatcher
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorMetadata
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
+from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
 from quire.worker.kv_transfer.transfers import Load, Namespace, Save
 
@@ -35,6 +38,9 @@ class StoreWorker(RecordWorker):
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         extra = config.kv_transfer_config.kv_connector_extra_config
+        self._scanner: StoreScanner | None = None
+        """Thread that follows the directory, for KV cache events."""
+        self._watch_lock = threading.Lock()
         directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
         super().__init__(config, rank, directory)
         self._mac = RecordMac(directory.key)
@@ -49,11 +55,34 @@ class StoreWorker(RecordWorker):
             self.begin(load.load_id, task)
             self._io.submit_load(task, len(load.keys))
         for save in orders.saves:
-            write = Save(save, self.namespace, self.end)
+            write = self._make_save(save)
             self.begin(save.save_id, write)
             self._io.saves.put(write)
         if orders.params and orders.params.get("reset"):
             self._io.saves.put(self.namespace)
+
+    def watch(self, fingerprint: bytes, generation: int) -> None:
+        if not self.config.kv_transfer_config.kv_connector_extra_config.get("publish_store"):
+            return
+        with self._watch_lock:
+            self._stop_watching()
+            if not self.is_closed.is_set():
+                report = partial(self._report_changes, generation)
+                self._scanner = StoreScanner(StoreWatcher(self.directory, fingerprint, report))
+
+    def _report_changes(self, generation: int, added: list[Name], removed: list[Name]) -> None:
+        self._report(KVConnectorOutput(info={"watched": [added, removed], "generation": generation}))
+
+    def _stop_watching(self) -> None:
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None:
+            scanner.stop()
+
+    def _make_save(self, order: SaveOrder) -> Save | Audit:
+        if order.audit is None:
+            return Save(order, self.namespace, self.end)
+        reader = RecordReader(self.directory, self._mac)
+        return Audit(order, self.rank, self.namespace, reader, self.directory.remove, self.end)
 
     def end_all(self) -> None:
         for task in list(self.transfers.values()):
@@ -61,6 +90,7 @@ class StoreWorker(RecordWorker):
                 task.cancel()
 
     def stop_threads(self) -> bool:
+        self._stop_watching()
         return self._io.stop(END_S)
 
 
@@ -69,7 +99,7 @@ class _IOThreads:
 
     def __init__(self, directory: StoreDirectory, num_load_threads: int) -> None:
         self.loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self.saves: queue.Queue[Save | Namespace | None] = queue.Queue()
+        self.saves: queue.Queue[Save | Audit | Namespace | None] = queue.Queue()
         """A namespace stands for the order to delete its records."""
         self._hurried: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -114,7 +144,7 @@ class _IOThreads:
     def _run_saves(self) -> None:
         lower_priority()
         writer = self._writer
-        task: Save | Namespace | None
+        task: Save | Audit | Namespace | None
         while not self._is_stopping:
             try:
                 task = self.saves.get(timeout=writer.seconds_to_seal())
@@ -127,6 +157,8 @@ class _IOThreads:
                 if not task.run(writer, self._is_awaited, is_patient=True):
                     self._hurried.put(task)
                     self._written.get()
+            elif isinstance(task, Audit):
+                task.run()
             else:
                 _guard(writer.seal)
                 _guard(partial(self._delete, task.fingerprint))

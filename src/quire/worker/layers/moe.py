@@ -175,6 +175,11 @@ class Experts(KernelModule):
         names = (spec.gate_name, spec.up_name, spec.down_name)
         return {f"{self._prefix(expert)}.{name}.weight" for expert in others for name in names}
 
+    @property
+    def sites(self) -> tuple[AdapterSite, AdapterSite] | None:
+        """The places of adapters; None: there are none."""
+        return self._sites
+
     def set_sites(self, gate_up: AdapterSite, down: AdapterSite) -> None:
         """Gives the kernel, and those made later, the places where adapters of the two matrices are installed."""
         self._sites = gate_up, down

@@ -9,6 +9,7 @@ those: `ExpertsPool`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import torch
@@ -86,7 +87,6 @@ class Sharding:
                 f"--enable-expert-parallel: {type(model).__name__} has no experts that --data-parallel-size "
                 f"{pool.group.size} engines could share; leave it out: they are independent then"
             )
-        model.is_plannable = False  # a layer of experts has more tokens than the step
         for experts in mixtures:
             self._pool_layer(experts, pool)
 
@@ -104,9 +104,14 @@ class Sharding:
         own, first, order = share_experts(group, spec.num_experts, self._expert_placement)
         places = None if order is None else torch.tensor(order, dtype=torch.int32, device="cpu")
         inner, outputs = range(spec.expert_size), range(width)
+        owners = torch.empty(spec.num_experts, dtype=torch.int64, device="cpu")
+        for index in range(group.size):
+            theirs = share_experts(dataclasses.replace(group, index=index), spec.num_experts, self._expert_placement)[0]
+            owners[list(theirs)] = index
 
         def make_share(dtype: torch.dtype) -> ExpertsShare:
-            tokens, unused = LayerTokens(pool, spec.router.num_experts_per_token, width, dtype), torch.empty(0)
+            tokens = LayerTokens(pool, spec.router.num_experts_per_token, width, dtype, owners)
+            unused = torch.empty(0)
             return ExpertsShare(
                 spec.num_experts, own, first, places, inner, outputs, unused, lambda _: pool.ready(), None, tokens
             )

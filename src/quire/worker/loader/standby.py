@@ -68,8 +68,11 @@ class StandbyExperts:
         assert self._loaded is not None, "it is ready"
         for path, experts in mixtures(self._loaded.model):
             parent, _, name = path.rpartition(".")
+            former = present.model.get_submodule(path)
             setattr(present.model.get_submodule(parent), name, experts)
             experts.move_to(kernels)
+            if isinstance(former, Experts) and former.sites is not None:
+                experts.set_sites(*former.sites)
         placement, config = dataclasses.replace(self._placement, kernels=kernels), self.config
         weights = ModelWeights(present.model, config.model_config, config.load_config, placement, self._loaded.cache)
         weights.follow(present.weights)
@@ -102,5 +105,5 @@ def make_pool(config: EngineConfig, device: torch.device, kernels: Kernels, max_
         raise ConfigError("--enable-expert-parallel: this engine was started without the others of its group")
     topology = Topology(dp=parallel.data_parallel_size, expert_parallel=True)
     group = topology.group(GroupKind.EXPERT, parallel.engine_index)
-    file, threads = parallel.experts_file, torch.get_num_threads() * parallel.data_parallel_size
+    file, threads = parallel.experts_file, torch.get_num_threads() * len(parallel.machine_engines)
     return ExpertsPool(file, group, kernels, max_rows, num_threads=threads, generation=parallel.experts_generation)

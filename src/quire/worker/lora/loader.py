@@ -38,6 +38,7 @@ from quire.worker.kernels.base import Kernels
 from quire.worker.kernels.lora import LowRank, PackedLowRank
 from quire.worker.kernels.native_lora import LINE, take_lines
 from quire.worker.kernels.packs import take_memory
+from quire.worker.lora.exchange import Block, FactorsExchange
 from quire.worker.lora.packed import AdapterCache, Head, PackedAdapter
 from quire.worker.lora.sites import AdapterSites, Site
 from quire.worker.packed_cache import PackedCache
@@ -146,6 +147,8 @@ class LoadedAdapter:
     """Weights by site."""
     head: Head | None = None
     """Weight and bias of its classifier."""
+    block: Block | None = None
+    """Memory that other engines read, if it changes experts which they share."""
 
 
 @dataclass(eq=False)
@@ -176,9 +179,11 @@ class AdapterLoader:
         deliver: Callable[[LoadedAdapter], None],
         base_model: str = "",
         cache: PackedCache | None = None,
+        exchange: FactorsExchange | None = None,
     ) -> None:
-        """`cache`: the directory of packed adapters."""
+        """`cache`: the directory of packed adapters; `exchange`: other engines share the experts."""
         self.pace = Pace()
+        self.exchange = exchange
         self._writing = Pace()
         self.hashing = ThreadPoolExecutor(1, "quire-adapter-digests")
         self.cache: AdapterCache | None = None
@@ -296,6 +301,8 @@ class _Reading:
         self._raw = Arena(torch.empty(RAW_BYTES if self._is_copied else 0, dtype=torch.uint8))
         """Memory for what was read."""
         self._name = job.load.lora_request.lora_name
+        self._block: Block | None = None
+        """Memory for the packed factors that other engines can read."""
 
     def run(self) -> LoadedAdapter:
         loader, load = self._loader, self._job.load
@@ -305,6 +312,9 @@ class _Reading:
         if adapter is None:
             with open_adapter(directory) as files:
                 adapter = self._find(files) or self._read(files)
+        packed = adapter.packed
+        if loader.exchange is not None:
+            packed, self._block = loader.exchange.publish(packed, self._block, self._pace.work)
         for note in adapter.notes:
             logger.warning("adapter %r: %s", self._name, note)
         if load.digest not in (None, adapter.digest):
@@ -322,7 +332,7 @@ class _Reading:
             adapter.rank,
             list(adapter.invocation),
         )
-        return LoadedAdapter(load.key, self._name, info, adapter.packed, adapter.head)
+        return LoadedAdapter(load.key, self._name, info, packed, adapter.head, self._block)
 
     def _find(self, files: AdapterFiles) -> PackedAdapter | None:
         """Returns what these files were packed to earlier."""
@@ -340,7 +350,7 @@ class _Reading:
         self._digest.update(files.config)
         self._hash_header(files, index)
         num_bytes = index.estimated_bytes(loader._dtype.itemsize) if self._is_copied else 0
-        self._packs = Arena(take_memory(num_bytes))
+        self._packs = Arena(self._take(loader.exchange, num_bytes))
         packed, head = self._pack_all(files, index), self._read_head(files, index)
         files.check_unchanged()
         notes, invocation = tuple(self._notes(index)), index.config.invocation
@@ -348,6 +358,13 @@ class _Reading:
         if loader.cache is not None and key is not None:
             loader.cache.store(adapter, files, key)
         return adapter
+
+    def _take(self, exchange: FactorsExchange | None, num_bytes: int) -> Tensor:
+        """Returns memory for packed factors."""
+        if exchange is None:
+            return take_memory(num_bytes)
+        self._block = exchange.take(num_bytes)
+        return self._block.memory[exchange.index_bytes :]
 
     def _hash_header(self, files: AdapterFiles, index: AdapterIndex) -> None:
         header = bytearray(index.data_start)

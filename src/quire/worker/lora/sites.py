@@ -35,8 +35,9 @@ _UNSUPPORTED: Mapping[str, str] = {
 }
 """Why modules of these classes have no site."""
 SHARED_AMONG_ENGINES = (
-    "whose experts several engines share (--enable-expert-parallel with --data-parallel-size), so that adapters cannot "
-    "change them; train without them, merge the adapter, or leave the flag out"
+    "whose experts several engines share (--enable-expert-parallel with --data-parallel-size), so that only engines of "
+    "one machine with native kernels apply adapters to them; train without them, merge the adapter, or leave out the "
+    "flag"
 )
 
 
@@ -78,7 +79,11 @@ class AdapterSites:
     """Segments of a step's tokens."""
     logits: AdapterBatch
     """Segments of the rows whose logits are computed."""
+    pooled: AdapterBatch
+    """Segments of the tokens of all engines that share experts."""
     sites: dict[str, Site] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
+    """Sites of experts that engines share, which see the tokens of all."""
     targets: AdapterTargets = field(default_factory=lambda: AdapterTargets({}))
     head: Linear | None = None
     """The classifier that adapters may replace."""
@@ -98,11 +103,18 @@ class AdapterSites:
 
 
 def make_sites(
-    model: nn.Module, kernels: Kernels, dtype: torch.dtype, *, pools: bool, stage: Stage | None = None
+    model: nn.Module,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    *,
+    pools: bool,
+    stage: Stage | None = None,
+    shares: bool = False,
 ) -> AdapterSites:
     """Makes the sites of a loaded model and gives them to its layers. `pools`: it has a head for pooling; `stage`: the
-    model is that part of a pipeline."""
-    making = _Making(kernels, dtype, AdapterSites(kernels.adapter_batch(), kernels.adapter_batch()), pools, stage)
+    model is that part of a pipeline; `shares`: engines that share its experts read the adapters of one another."""
+    batches = kernels.adapter_batch(), kernels.adapter_batch(), kernels.adapter_batch()
+    making = _Making(kernels, dtype, AdapterSites(*batches), pools, stage, shares)
     for path, module in model.named_modules():
         making.visit(path, module)
     rename = model.checkpoint_name if isinstance(model, NamedWeights) else str
@@ -123,6 +135,7 @@ class _Making:
     made: AdapterSites
     pools: bool
     stage: Stage | None = None
+    shares: bool = False
     is_elsewhere: bool = False
     """True for modules that other workers have: they have targets, but no sites."""
     targets: dict[str, AdapterTarget] = field(default_factory=dict)
@@ -146,7 +159,7 @@ class _Making:
             self._add_linear(path, module)
         elif isinstance(module, Embedding) and not module.offset:
             self._add_embedding(path, module)
-        elif isinstance(module, Experts) and module.is_pooled:
+        elif isinstance(module, Experts) and module.is_pooled and not self.shares:
             self.unsupported[path] = SHARED_AMONG_ENGINES
         elif isinstance(module, Experts):
             self._add_experts(path, module)
@@ -184,6 +197,9 @@ class _Making:
         size, count, inner = spec.expert_size, spec.num_experts, module.gate_up_proj.shape[1] // 2
         outputs, own = module.down_proj.shape[1], module.own_experts
         sites = f"{path}.gate_up_proj", f"{path}.down_proj"
+        if module.is_pooled:  # each engine reads its adapters whole, for all
+            own = range(count)
+            self.made.shared += sites
         gates, ups, downs = self._orders_of_experts(path, module)
         both = None if gates is None or ups is None else torch.cat([gates, ups + size])
         shape = self._shape(hidden, inner, inner, gated=True, groups=count)
@@ -240,7 +256,8 @@ class _Making:
         """Adds a site, unless it is another worker's."""
         if self.is_elsewhere:
             return None
-        kernel = self.kernels.adapter_site(self.made.logits if is_head else self.made.tokens, shape)
+        batch = self.made.pooled if path in self.made.shared else self.made.logits if is_head else self.made.tokens
+        kernel = self.kernels.adapter_site(batch, shape)
         self.made.sites[path] = Site(kernel, shape, orders, group_order, own_groups)
         return kernel
 

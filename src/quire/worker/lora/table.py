@@ -22,6 +22,7 @@ from quire.worker.input_batch import NO_ADAPTER, StepInputs
 from quire.worker.kernels.base import LinearKernel
 from quire.worker.kernels.lora import AdapterBatch
 from quire.worker.loader import Placement
+from quire.worker.lora.exchange import FactorsExchange, FactorsMemory
 from quire.worker.lora.loader import AdapterLoader, LoadedAdapter
 from quire.worker.lora.sites import make_sites
 from quire.worker.packed_cache import PackedCache
@@ -48,23 +49,28 @@ class AdapterTable:
         pools: bool,
         base_model: str,
         cache: PackedCache | None = None,
+        shared: FactorsMemory | None = None,
     ) -> None:
         """`pools`: the model has a head for pooling; `base_model`: its name, for messages; `cache`: the directory of
-        packed adapters."""
+        packed adapters; `shared`: memory that the engines read which share the experts."""
         kernels, dtype = placement.kernels, placement.dtype
         stage = None if placement.sharding is None else placement.sharding.stage
-        self._sites = make_sites(model, kernels, dtype, pools=pools, stage=stage)
+        self._sites = make_sites(model, kernels, dtype, pools=pools, stage=stage, shares=shared is not None)
         self._lock = threading.Lock()
         """Guards the next two."""
         self._arrived: dict[AdapterKey, LoadedAdapter] = {}
         """Loaded, not installed: no request has named them."""
         self._dropped: list[AdapterKey] = []
+        self._new_slots, self._slots = count(), list[int]()
+        self.exchange: FactorsExchange | None = None
+        """Adapters of the experts that other engines share; None: there are none."""
+        if shared is not None and self._sites.shared:
+            self.exchange = FactorsExchange(shared, self._sites, self._take_slot, self._free_slot)
         self._loader = AdapterLoader(
-            kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model, cache
+            kernels, self._sites, limits, dtype, placement.device, self._deliver, base_model, cache, self.exchange
         )
         self._installed: dict[AdapterKey, tuple[int, LoadedAdapter]] = {}
         """Slots and adapters."""
-        self._new_slots, self._free_slots = count(), list[int]()
         self._heads: dict[int, LinearKernel] = {}
         """Classifiers of adapters, by slot."""
         self._kernels = kernels
@@ -128,12 +134,17 @@ class AdapterTable:
         slots = inputs.adapter_slots
         assert slots is not None
         try:
-            _set(self._sites.tokens, *_split(slots, inputs.query_lens, inputs.base_lens))
+            slots_of_tokens, lens = _split(slots, inputs.query_lens, inputs.base_lens)
+            _set(self._sites.tokens, slots_of_tokens, lens)
+            if self.exchange is not None:
+                self.exchange.set_own(slots_of_tokens, lens)
             _set(self._sites.logits, slots[inputs.sampling], inputs.logits_lens)
             yield
         finally:
             self._sites.tokens.clear()
             self._sites.logits.clear()
+            if self.exchange is not None:
+                self.exchange.clear_own()
 
     def apply_to_logits(self, slot: int, num_rows: int, num_base: int) -> None:
         """Applies one adapter to the rows of the next call of the logits head but the first `num_base`. Inside
@@ -165,13 +176,21 @@ class AdapterTable:
             adapter = self._arrived.pop(key)
         self._remove(key)
         failpoint("lora.install", adapter.name)
-        slot = heapq.heappop(self._free_slots) if self._free_slots else next(self._new_slots)
+        slot = self._take_slot()
         for name, site in self._sites.sites.items():  # all: a site has a place for every slot in use
             site.kernel.install(slot, adapter.packed.get(name))
         if adapter.head is not None:
             assert self._sites.head is not None
             self._heads[slot] = self._kernels.linear(*adapter.head, self._sites.head.spec)
+        if self.exchange is not None:
+            self.exchange.install(slot, adapter.block)
         self._installed[key] = slot, adapter
+
+    def _take_slot(self) -> int:
+        return heapq.heappop(self._slots) if self._slots else next(self._new_slots)
+
+    def _free_slot(self, slot: int) -> None:
+        heapq.heappush(self._slots, slot)
 
     def _remove(self, key: AdapterKey) -> None:
         if key not in self._installed:
@@ -181,7 +200,9 @@ class AdapterTable:
         for name in adapter.packed:
             self._sites.sites[name].kernel.install(slot, None)
         self._heads.pop(slot, None)
-        heapq.heappush(self._free_slots, slot)
+        if self.exchange is not None:
+            self.exchange.remove(slot)
+        self._free_slot(slot)
         self._loader.free(adapter)
 
 

@@ -23,6 +23,7 @@ from quire.wire.execution import ModelRunnerOutput, SchedulerOutput
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
+from quire.wire.worker_calls import WorkerReply
 from tests.workers_apart import add_rank
 
 
@@ -75,6 +76,16 @@ def test_steps_may_be_waited_for_later(shared: MultiprocExecutor) -> None:
     sampled = shared.sample_tokens(None, non_block=True)
     assert isinstance(sampled, Future)
     assert sampled.result().sampled_token_ids == [[5]]
+
+
+def test_a_call_of_all_is_woken_by_the_last_answer_that_is_missing(shared: MultiprocExecutor) -> None:
+    call, rings = shared._send("check_health"), [worker.answers for worker in shared._workers]
+    assert shared._rings_of(call) == rings[1:]
+    call.answers[1] = WorkerReply(call.call_id), []
+    assert shared._rings_of(call) == rings[:1]
+    call.answers.clear()
+    shared._wait(call)
+    assert shared._rings_of(call._replace(ranks=[0])) == rings, "a step has errors of any"
 
 
 def test_several_steps_may_be_on_their_way() -> None:

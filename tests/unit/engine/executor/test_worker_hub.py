@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
 from quire.engine.executor import worker_hub, worker_node
 from quire.engine.executor.multiproc import MultiprocExecutor
-from quire.engine.executor.worker_node import WorkersNode
+from quire.engine.executor.worker_node import WorkersMachine, WorkersNode
 from quire.errors import ConfigError, ModelLoadError, NodesMissingError, ServerError
 from quire.lora_request import LoRARequest
 from quire.wire.execution import ModelRunnerOutput
@@ -36,13 +37,14 @@ from quire.wire.worker_link import Abort, WorkersHello, WorkersRefusal, WorkersW
 from .test_multiproc import is_gone, step
 
 
-def free_ports() -> int:
-    """Returns the first of two ports that are free."""
+def free_ports(count: int = 2) -> int:
+    """Returns the first of so many ports that are free."""
     while True:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            stack.enter_context(socket.create_server(("127.0.0.1", first + 1)))
-            return int(first)
+            first = int(stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+            for port in range(first + 1, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def write_key(path: Path) -> str:
@@ -57,13 +59,13 @@ class Machines:
     def __init__(self, directory: Path, **sizes: Any) -> None:
         self.fields = {
             "nnodes": 2,
-            "master_port": free_ports(),
+            "master_port": free_ports(2 * sizes.get("data_parallel_size", 1)),
             "fleet_key": write_key(directory / "key"),
             "worker_cls": "tests.workers_apart:ApartWorker",
             "tensor_parallel_size": 2,
             **sizes,
         }
-        self.nodes = list[WorkersNode]()
+        self.nodes = list[WorkersNode | WorkersMachine]()
         self._threads = list[threading.Thread]()
         self.errors = list[BaseException]()
 
@@ -77,6 +79,16 @@ class Machines:
         parallel = config.parallel_config
         assert parallel.fleet_key is not None
         node = WorkersNode(config, read_fleet_key(parallel.fleet_key), number, parallel.nnodes)
+        self._begin(node)
+        return node
+
+    def begin_all(self) -> WorkersMachine:
+        """Starts the second machine with workers of all engines."""
+        machine = WorkersMachine(self.config(1), read_fleet_key(self.fields["fleet_key"]))
+        self._begin(machine)
+        return machine
+
+    def _begin(self, node: WorkersNode | WorkersMachine) -> None:
         self.nodes.append(node)
 
         def run() -> None:
@@ -87,10 +99,9 @@ class Machines:
 
         self._threads.append(threading.Thread(target=run))
         self._threads[-1].start()
-        return node
 
-    def executor(self) -> MultiprocExecutor:
-        return MultiprocExecutor(self.config(0))
+    def executor(self, engine: int = 0) -> MultiprocExecutor:
+        return MultiprocExecutor(self.config(0, engine_index=engine))
 
     def end(self) -> None:
         for node in self.nodes:
@@ -190,6 +201,76 @@ def test_a_fault_anywhere_ends_the_step_everywhere(fault: str, machines: Callabl
     assert executor.execute_model(step()) == ModelRunnerOutput(["r"], [[0]]), "the next life has the same machine"
     assert node.pids != former
     executor.shutdown()
+
+
+def test_each_engine_has_workers_on_every_machine(
+    machines: Callable[..., Machines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The death of a worker is that of its own engine; the machine ends with the server."""
+    monkeypatch.setattr(worker_node, "SUCCESSOR_S", 0.2)
+    both = machines(data_parallel_size=2)
+    machine = both.begin_all()
+    executors = [both.executor(engine) for engine in range(2)]
+    first, second = (list(node.pids) for node in machine.nodes)
+    assert [executor.collective_rpc("get_pid")[1:] for executor in executors] == [first, second]
+    with pytest.raises(ServerError, match=r"worker 1 on machine 1 was killed by SIGKILL|another worker of the step"):
+        executors[0].execute_model(step("kill 1"))
+    assert executors[1].execute_model(step()) == ModelRunnerOutput(["r"], [[0]])
+    assert machine.nodes[1].pids == second
+    for executor in executors:
+        executor.shutdown()
+    both.join()
+    assert not both.errors
+
+
+def test_the_workers_of_another_engine_are_refused(machines: Callable[..., Machines]) -> None:
+    both = machines(data_parallel_size=2)
+    table = worker_hub.MachineTable(both.config(0, engine_index=1), [1, 1])
+    refusal = table.greet(b"a", make_hello(both))
+    assert isinstance(refusal, WorkersRefusal)
+    assert refusal.message == "other settings than the server's: engine (0, here 1)"
+
+
+class Other:
+    """Stands for the node of another engine, which serves for two looks, and whose server ends then."""
+
+    is_final = True
+
+    def __init__(self) -> None:
+        self._left = [True, True]
+
+    @property
+    def is_serving(self) -> bool:
+        return bool(self._left) and self._left.pop()
+
+
+def test_a_machine_waits_for_an_engine_while_it_serves_another(
+    machines: Callable[..., Machines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, ticks = machines(data_parallel_size=2), iter(range(0, 1000, 10))
+    now = [next(ticks)]
+    monkeypatch.setattr(worker_node, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(WorkersNode, "wait", lambda *_: now.__setitem__(0, next(ticks)))
+    node = WorkersNode(both.config(1), secrets.token_bytes(32), 1, 2)
+    node.others = [Other()]  # type: ignore[list-item]
+    node.run()
+    assert now == [30], "the server has ended 15 s after the other has served, which was at 10"
+
+
+def test_the_error_of_one_engine_ends_the_machine(machines: Callable[..., Machines]) -> None:
+    class Failing(WorkersNode):
+        def run(self) -> None:
+            raise ConfigError("refused")
+
+    class Waiting(WorkersNode):
+        def run(self) -> None:
+            wait_for(lambda: self.is_asked)
+
+    both = machines(data_parallel_size=2)
+    machine = WorkersMachine(both.config(1), secrets.token_bytes(32))
+    machine.nodes[0].__class__, machine.nodes[1].__class__ = Failing, Waiting
+    with pytest.raises(ConfigError, match="refused"):
+        machine.run()
 
 
 @pytest.mark.slow  # a worker's death has the same way back

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.engine.kv_cache import peer_scheduler
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
+from quire.engine.kv_cache.store_and_peers import StoreAndPeersScheduler
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError
 from quire.kv_transfer_params import parse_transfer_params
@@ -132,17 +133,31 @@ def test_windows_are_taken_only_whole() -> None:
     assert half.match(request, 24) is not NO_MATCH
 
 
-def test_a_peer_that_cannot_be_used_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [50.0]
+    monkeypatch.setattr("quire.kv_store.peer.rests.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_peer_that_cannot_be_used_rests(clock: list[float]) -> None:
     half = Half()
-    request, now = half.add(OFFER), 50.0
-    monkeypatch.setattr("quire.engine.kv_cache.peer_scheduler.time.monotonic", lambda: now)
-    order = LoadOrder(1, "p2p", 0, [], [], {"peers": [(ADDRESS, "i")]})
-    half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="gone"))
-    assert half.match(request) is not NO_MATCH
-    half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="refused"))
-    assert half.match(request) == NO_MATCH
-    now += peer_scheduler.REST_S
-    assert half.match(request) is not NO_MATCH
+    request = half.add(OFFER)
+    order = LoadOrder(1, "p2p", 0, [], [], {"peers": [(ADDRESS, "i")], "lease": "lease"})
+    for reason in ("gone", "mac"):
+        half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason=reason))
+        assert half.match(request) is not NO_MATCH
+    for seconds in (5, 10, 20):
+        half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="refused"))
+        assert half.match(request) == NO_MATCH
+        clock[0] += seconds - 0.5
+        assert half.match(request) == NO_MATCH
+        clock[0] += 0.5
+        assert half.match(request) is not NO_MATCH
+    half.half.on_load_finished(order, LoadResult(1, 7, "ok"))
+    half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="silent"))
+    clock[0] += 5
+    assert half.match(request) is not NO_MATCH, "a good load makes the next rest a short one"
 
 
 # -- block servers -------------------------------------------------------------------------------------------------
@@ -158,7 +173,7 @@ def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
     bits = {"tcp://a:1": [True] * 5 + [False] * 9, "tcp://b:1": [True] * 6 + [False] + [True] * 6 + [False]}
     has = {address: pack_bits(each) for address, each in bits.items()}
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"other": {}, "r": has}}))
-    assert half.match(request) == ExternalMatch(24, "p2p:tcp://b:1", {"peers": [("tcp://b:1", "")]})
+    assert half.match(request) == ExternalMatch(24, "remote:tcp://b:1", {"peers": [("tcp://b:1", "")]})
     assert half.match(request, 24) == NO_MATCH
     half.half.request_started(request)
     assert half.match(request) == NO_MATCH
@@ -170,6 +185,60 @@ def test_a_server_that_has_not_answered_has_nothing() -> None:
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"r": {}}}))
     assert half.match(request) == NO_MATCH
     assert half.match(half.add(num_tokens=4)) == NO_MATCH, "there is no whole block before the last token"
+
+
+@pytest.mark.parametrize("reason", ["unreachable", "silent", "refused", "gone", "mac", "format", "tokens"])
+def test_a_server_that_does_not_send_what_it_said_rests(clock: list[float], reason: str) -> None:
+    half = Half(tiers=["tcp://a:1", "tcp://b:1"])
+    request = half.add()
+    bits = {"tcp://a:1": [True] * 7, "tcp://b:1": [True] * 5 + [False] * 2}
+    has = {address: pack_bits(each) for address, each in bits.items()}
+    half.half.update_connector_output(KVConnectorOutput(info={"have": {"r": has}}))
+    matches = half.half.find_matches(request, 0)
+    assert matches is not None
+    assert [match.num_tokens for match in matches] == [28, 20], "the quicker one is chosen"
+    assert half.half.has_several_sources
+    order = LoadOrder(1, matches[0].source, 0, [], [], matches[0].params)
+    half.half.on_load_finished(order, LoadResult(1, 3, "partial", reason=reason))
+    match = half.match(request)
+    assert match is not None
+    assert match.num_tokens == 20
+    clock[0] += 5
+    half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="stale"))
+    match = half.match(request)
+    assert match is not None
+    assert match.num_tokens == 28, "it was started again, which is no fault"
+
+
+def test_a_server_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    remote = EngineArgs("demo", kv_store_remote="tcp://10.0.0.7:14579")
+    with pytest.raises(ConfigError, match="name a copy of the file `key` in its directory with QUIRE_KV_STORE_KEY_FI"):
+        PeerScheduler.check_config(remote.create_engine_config())
+    both = EngineArgs("demo", kv_store=str(tmp_path / "store"), kv_store_remote="tcp://10.0.0.7:14579")
+    with pytest.raises(ConfigError, match="proves itself by a key, and this engine has none"):
+        StoreAndPeersScheduler.check_config(both.create_engine_config())
+    (tmp_path / "keyfile").write_bytes(bytes(32))
+    (tmp_path / "keyfile").chmod(0o600)
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "keyfile"))
+    PeerScheduler.check_config(remote.create_engine_config())
+    StoreAndPeersScheduler.check_config(both.create_engine_config())
+
+
+def test_a_store_that_has_all_does_not_wait_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineArgs("demo", kv_store=str(tmp_path), kv_store_remote="tcp://10.0.0.7:14579").create_engine_config()
+    both = StoreAndPeersScheduler(config, KVCacheConfig(10, [], [KVCacheGroupSpec(["0"], FULL)]))
+    both.update_connector_output(KVConnectorOutput(info={"part": "peers", "info": IDENTITY}))
+    store_has, size = [0], SIZE
+    monkeypatch.setattr(both._store, "find_matches", lambda request, start: [ExternalMatch(store_has[0], "disk")])
+    request = Request(EngineCoreRequest("r", list(range(30)), SamplingParams(), None, 0.0), make_block_hasher(size))
+    both.on_new_request(request)
+    assert set(both.take_message() or {}) == {"peers"}
+    assert both.find_matches(request, 0) is None
+    store_has[0] = 28
+    matches = both.find_matches(request, 0)
+    assert matches == [ExternalMatch(28, "disk", {"part": "store"})]
+    both.shutdown()
 
 
 # -- several workers -----------------------------------------------------------------------------------------------
@@ -206,7 +275,7 @@ def test_a_server_must_have_the_parts_of_all_workers() -> None:
         assert half.match(request) is None
         have = {"r": {"tcp://a:1": pack_bits(each)} | ({} if rank else {"tcp://b:1": pack_bits([True] * 7)})}
         half.half.update_connector_output(KVConnectorOutput(info={"have": have}, rank=rank))
-    assert half.match(request) == ExternalMatch(12, "p2p:tcp://a:1", {"peers": [("tcp://a:1", "")] * 2})
+    assert half.match(request) == ExternalMatch(12, "remote:tcp://a:1", {"peers": [("tcp://a:1", "")] * 2})
 
 
 def test_an_answer_says_where_each_worker_serves() -> None:

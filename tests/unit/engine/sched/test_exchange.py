@@ -16,6 +16,7 @@ from quire.config.kv_transfer import KVTransferConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
+from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
@@ -26,7 +27,7 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.kv_transfer import KVConnectorOutput
+from quire.wire.kv_transfer import KVConnectorOutput, SavedBlock, SaveResult
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -110,6 +111,12 @@ class Engine:
         total.save_lags += new.save_lags
         num_dropped, num_waiting = sum(total.num_dropped_blocks.values()), sum(total.num_waiting_saves.values())
         assert total.num_saves_begun == total.num_saved_blocks + num_dropped + num_waiting
+        for outcome, number in new.num_audited_blocks.items():
+            total.num_audited_blocks[outcome] = total.num_audited_blocks.get(outcome, 0) + number
+        for tier, outcomes in new.num_tier_loads.items():
+            counts = total.num_tier_loads.setdefault(tier, {})
+            for outcome, number in outcomes.items():
+                counts[outcome] = counts.get(outcome, 0) + number
         total.prefix_cache_stats.queries += new.prefix_cache_stats.queries
         total.prefix_cache_stats.hits += new.prefix_cache_stats.hits
 
@@ -314,6 +321,52 @@ def test_what_one_source_has_not_brought_another_brings(filled: FakeTier, num_go
     assert engine.prefills["a"] == PrefillStats(30, 2, 0, 28, {k: v for k, v in by_source.items() if v})
     assert engine.transfers.num_loads == {"partial" if num_good else "failed": 1, "ok": 1}
     assert engine.held() == {}
+
+
+def audited(tier: FakeTier, share: float = 1.0, **transfer: Any) -> Engine:
+    """Returns an engine whose loads from the disk are computed instead."""
+    engine = Engine(tier, **transfer)
+    engine.exchange.connector.audits = LoadAudits(share, "disk")
+    engine.add("a")
+    return engine
+
+
+def test_an_audited_load_is_computed_and_its_blocks_compared(filled: FakeTier) -> None:
+    engine = audited(filled)
+    engine.finish()
+    assert engine.prefills["a"] == PrefillStats(30, 30, 0, 0, {})
+    assert (engine.transfers.num_loads, engine.transfers.num_audited_blocks) == ({}, {"same": 7})
+    assert engine.transfers.num_dropped_blocks == {}
+    engine = audited(filled, share=0.0)
+    engine.finish()
+    assert (engine.transfers.num_tier_loads, engine.transfers.num_audited_blocks) == ({"disk": {"ok": 1}}, {})
+
+
+def test_blocks_that_differ_are_told_to_the_store(filled: FakeTier) -> None:
+    engine, told = audited(filled), list[SavedBlock]()
+    engine.exchange.connector.on_difference = told.append  # type: ignore[method-assign]
+    while not engine.exchange.saver.sent:
+        engine.step()
+    ((save_id, order),) = engine.exchange.saver.sent.items()
+    assert engine.transfers.num_waiting_saves == {"pinned": 0, "postponed": 0}, "nothing is to be saved"
+    engine.exchange.saver.end(SaveResult(save_id, 4, differing=[1, 5]), 0.0)
+    assert told == [order.blocks[1], order.blocks[5]]
+    assert engine.held() == {}
+    engine.finish()
+    assert engine.transfers.num_audited_blocks == {"same": 4, "differs": 2, "skipped": 1}
+
+
+def test_an_audit_gives_way(filled: FakeTier) -> None:
+    """Without a pin, and when room is needed before it was sent."""
+    engine = audited(filled, max_pinned_share=0.0)
+    engine.finish()
+    assert engine.transfers.num_audited_blocks == {"same": 1, "skipped": 6}
+    engine = audited(filled)
+    while not engine.exchange.saver.unsent:
+        engine.step()
+    assert engine.exchange.saver.drop_unsent()
+    engine.finish()
+    assert engine.transfers.num_audited_blocks == {"skipped": 7}
 
 
 def test_no_source_is_asked_twice(filled: FakeTier) -> None:

@@ -10,22 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from quire.errors import ClientError, ConfigError, UnsupportedModelError
+from quire.errors import ConfigError, UnsupportedModelError
 from quire.lora_request import LoRARequest
-from quire.wire.lora import AdapterLoad
-from quire.wire.shared_memory import begin_epoch, end_epoch, make_experts_file
+from quire.wire.shared_memory import begin_epoch, end_epoch, has_epoch_ended, make_experts_file
+from quire.worker.attention.native_backend import StepPlanner
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.kernels.library import NativeLibrary
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.moe import Experts
+from quire.worker.lora import sites
+from quire.worker.parallel.pool import Machines, Rows
 from quire.worker.worker import Worker
 from tests.checkpoints import MakeCheckpoint
 
 from .test_adapters import targets_of, write_whole_adapter
-from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, run_together, use_native_kernels
+from .together import EPOCH, OUTPUT_LEN, Run, in_threads, make_config, make_networks, run_together, use_native_kernels
 
 Plan = tuple[tuple[int, ...], tuple[int, int]]
 """An engine's prompts, and the dummy steps before and after its own."""
@@ -47,43 +50,61 @@ RESIZES: dict[str, tuple[int, dict[int, int]]] = {
 """Number of engines at first, and from which step on there are others."""
 
 
-def make_workers(path: Path, size: int, **flags: Any) -> list[Worker]:
-    config, fd = make_config(path, data_parallel_size=size, enable_expert_parallel=True, **flags), make_experts_file()
-    begin_epoch(fd, EPOCH)
-    parallel = config.parallel_config
-    return [
-        Worker(
-            dataclasses.replace(config, parallel_config=dataclasses.replace(parallel, engine_index=i, experts_file=fd))
-        )
-        for i in range(size)
-    ]
+def make_workers(path: Path, size: int, parts: Sequence[int] | None = None, **flags: Any) -> list[Worker]:
+    """`parts`: numbers of engines on each machine, which has a file of its own; None: there is one."""
+    config, workers = make_config(path, data_parallel_size=size, enable_expert_parallel=True, **flags), list[Worker]()
+    for count in parts or [size]:
+        fd = make_experts_file()
+        begin_epoch(fd, EPOCH)
+        for _ in range(count):
+            parallel = dataclasses.replace(config.parallel_config, engine_index=len(workers), experts_file=fd)
+            workers.append(Worker(dataclasses.replace(config, parallel_config=parallel)))
+    return workers
 
 
-def run_engines(workers: list[Worker], plans: list[Plan]) -> list[Run]:
+def run_engines(workers: list[Worker], plans: list[Plan], parts: Sequence[int] | None = None) -> list[Run]:
     sampled: list[list[Future[list[list[int]]]]] = [[Future() for _ in range(OUTPUT_LEN)] for _ in workers]
+    networks: list[Any] = [None] * len(workers)
+    if parts is not None:
+        networks = [network for network in make_networks(parts) for _ in network.ranks()]
     return in_threads(
         [
-            Run(worker, own, prompts, lambda worker=worker: worker.join_engines(EPOCH), dummies)  # type: ignore[misc]
-            for worker, own, (prompts, dummies) in zip(workers, sampled, plans, strict=True)
+            Run(worker, own, prompts, partial(worker.join_engines, EPOCH, network), dummies)
+            for worker, own, (prompts, dummies), network in zip(workers, sampled, plans, networks, strict=True)
         ]
     )
 
 
 def check_bits(
-    path: Path, plans: list[Plan], library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, **flags: Any
+    path: Path,
+    plans: list[Plan],
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: Sequence[int] | None = None,
+    **flags: Any,
 ) -> list[Worker]:
-    """Compares engines with one that has all experts. Returns their workers."""
+    """Compares engines with one that has all experts. Returns their workers. `parts`: see `make_workers`."""
     placement = {k: flags.pop(k) for k in BY_TURNS if k in flags}
     logits, tokens, (whole,) = run_together(path, 1, library, monkeypatch, **flags)
-    workers = make_workers(path, len(plans), **flags, **placement)
-    for (prompts, _), run in zip(plans, run_engines(workers, plans), strict=True):
+    workers = make_workers(path, len(plans), parts, **flags, **placement)
+    for (prompts, _), run in zip(plans, run_engines(workers, plans, parts), strict=True):
         for step in range(OUTPUT_LEN if prompts else 0):
             rows = logits[step][list(prompts)]
             assert torch.equal(run.logits[step].view(torch.int32), rows.view(torch.int32)), (prompts, step)
             assert run.tokens[step] == [tokens[step][i] for i in prompts]
+        assert is_planned(run.worker) or parts
     assert sum(map(num_weights, workers)) == num_weights(whole)
     assert all(map(num_weights, workers))
+    for pool in [worker._pool for worker in workers] if parts else []:
+        assert pool is not None
+        pool.close()
     return workers
+
+
+def is_planned(worker: Worker) -> bool:
+    """Returns whether the last step ran from a plan."""
+    planner = worker.runner._run_model
+    return isinstance(planner, StepPlanner) and planner.is_planned
 
 
 def num_weights(worker: Worker) -> int:
@@ -97,6 +118,50 @@ def test_logits_do_not_depend_on_what_other_engines_do(
 ) -> None:
     family, flags, plans = QUICK[case]
     check_bits(tiny_checkpoint(family), plans, library, monkeypatch, **flags)
+
+
+@pytest.mark.parametrize("parts", [(2, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
+def test_engines_on_several_machines_have_the_bits_of_one(
+    parts: tuple[int, ...], tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"dtype": "bfloat16", **BY_TURNS}
+    check_bits(tiny_checkpoint("mixtral"), THREE, library, monkeypatch, parts, **flags)
+
+
+def test_a_lost_exchange_ends_the_epoch_of_its_machine() -> None:
+    networks, file = make_networks((1, 1)), make_experts_file()
+    first, second = (Machines(network, True, (file, 1 + i, 0)) for i, network in enumerate(networks))
+    rows = [Rows(torch.zeros(2, 3), lambda machine: slice(machine, machine + 1))]
+    in_threads([lambda: first.pass_on(rows), lambda: second.pass_on(rows)])
+    first.close()
+    with pytest.raises(BarrierError, match="the connection to the first machine's workers has ended"):
+        second.pass_on(rows)
+    assert (has_epoch_ended(file, 1), has_epoch_ended(file, 2)) == (False, True)
+    second.close()
+    end_epoch(file, 1)
+    with pytest.raises(BarrierError, match="another engine of the step has ended"):
+        first.pass_on(rows)
+    taken = Machines(msgspec.structs.replace(networks[0], address="tcp://192.0.2.1:9"), True, (file, 3, 0))
+    with pytest.raises(ConfigError, match="the first of seven free ports there"):
+        taken.pass_on(rows)
+    follower = Machines(networks[0], False, (file, 1, 0))
+    follower.pass_on(rows)  # another engine of its machine does
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(1, 1), (1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("flags", [{}, {"quantization": "int8"}, {"dtype": "float32"}, BY_TURNS])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_nor_do_the_bits_of_any_family_depend_on_machines(
+    family: str,
+    flags: dict[str, Any],
+    parts: tuple[int, ...],
+    tiny_checkpoint: MakeCheckpoint,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = TWO if sum(parts) == 2 else THREE
+    check_bits(tiny_checkpoint(family), plans, library, monkeypatch, parts, **{"dtype": "bfloat16", **flags})
 
 
 @pytest.mark.slow
@@ -152,6 +217,7 @@ def run_resized(
                 own,
                 step,
             )
+        assert is_planned(run.worker)
     return [run.worker for run in done][: list(sizes.values())[-1]]
 
 
@@ -221,19 +287,34 @@ def test_models_that_engines_cannot_share_are_refused(
         worker.load_model()
 
 
-def test_adapters_change_all_but_the_experts(
+def test_adapters_change_experts_that_other_engines_have(
     tiny_checkpoint: MakeCheckpoint, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also when the number of engines changes; those of the experts are refused."""
+    """Also when the number of engines changes."""
     path, targets = tiny_checkpoint("mixtral"), targets_of(tiny_checkpoint("mixtral"))
-    own = {name: target for name, target in targets.items() if ".experts." not in name}
-    adapters = [write_whole_adapter(tmp_path / f"{rank}", own, rank, i) for i, rank in enumerate((5, 36), start=1)]
+    adapters = [write_whole_adapter(tmp_path / f"{rank}", targets, rank, i) for i, rank in enumerate((5, 36), start=1)]
     logits, _, _ = run_together(path, 1, library, monkeypatch, dtype="bfloat16", adapters=adapters)
     flags = {"dtype": "bfloat16", "enable_lora": True}
-    worker = run_resized(path, 2, {2: 3}, list(logits), adapters, **flags)[0]
-    refused = AdapterLoad(write_whole_adapter(tmp_path / "whole", targets, 5, 3), 0)
-    with pytest.raises(ClientError, match="whose experts several engines share"):
-        worker.load_adapter(refused).result(60)
+    run_resized(path, 2, {2: 3}, list(logits), adapters, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, {"quantization": "int8"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe"])
+def test_nor_do_adapters_of_any_family_change_other_requests(
+    family: str,
+    flags: dict[str, Any],
+    tiny_checkpoint: MakeCheckpoint,
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(sites, "NamedWeights", ())  # adapters have the model's own names
+    path, targets, flags = tiny_checkpoint(family), targets_of(tiny_checkpoint(family)), {"dtype": "bfloat16", **flags}
+    adapters = [write_whole_adapter(tmp_path / f"{rank}", targets, rank, i) for i, rank in enumerate((5, 36), start=1)]
+    logits, _, _ = run_together(path, 1, library, monkeypatch, adapters=adapters, **flags)
+    for placement in ({}, BY_TURNS):
+        run_resized(path, 2, {1: 3, 3: 2}, list(logits), adapters, enable_lora=True, **flags, **placement)
 
 
 def test_drafters_that_engines_which_share_experts_cannot_have_are_refused(tiny_checkpoint: MakeCheckpoint) -> None:

@@ -8,6 +8,7 @@ from quire.frontend.metrics.catalog.spec import MetricSpec, each, labelled, of_t
 from quire.wire.kv_transfer import REJECTIONS
 
 TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
+TIERS = ("disk", "remote", "peer")
 SAVE_STATES = ("pinned", "postponed")
 HELD_STATES = ("loading", "loaded", "pinned", "zombie", "quarantined", "leased")
 
@@ -19,6 +20,18 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         labels=("outcome",),
         known=each(TRANSFER_OUTCOMES),
         samples=lambda transfers: labelled(transfers.num_loads),
+    ),
+    of_transfers(
+        name="kv_tier_loads",
+        kind="counter",
+        help="The same by tier. disk: the directory of --kv-store. remote: a block server. peer: another engine.",
+        labels=("tier", "outcome"),
+        known=tuple((tier, outcome) for tier in TIERS for outcome in TRANSFER_OUTCOMES),
+        samples=lambda transfers: [
+            ((tier, outcome), number)
+            for tier, outcomes in transfers.num_tier_loads.items()
+            for outcome, number in outcomes.items()
+        ],
     ),
     of_transfers(
         name="kv_loads_begun",
@@ -59,6 +72,15 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         labels=("reason",),
         known=each(REJECTIONS),
         samples=lambda transfers: labelled(transfers.num_rejected_records),
+    ),
+    of_transfers(
+        name="kv_audited_blocks",
+        kind="counter",
+        help="KV blocks that audit_share had computed instead of read, by outcome of the comparison with the store. "
+        "skipped: not compared, because it was gone or unreadable, or too many waited.",
+        labels=("outcome",),
+        known=each(("same", "differs", "skipped")),
+        samples=lambda transfers: labelled(transfers.num_audited_blocks),
     ),
     of_transfers(
         name="kv_saves_begun",

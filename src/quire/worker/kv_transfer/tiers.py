@@ -1,0 +1,205 @@
+"""Asks block servers (`quire kv-store serve`) which blocks of a request they have.
+
+A request waits for the answer, so it is bounded: a server has ASK_S, whatever it does. One that fails is not asked
+again before a question of its own thread, which no request waits for, was answered; that is tried after rests that
+become longer (`kv_store/peer/rests.py`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
+from quire.kv_store.peer.rests import Rests
+from quire.logger import init_logger
+from quire.wire.kv_peers import RecordName, pack_bits
+
+logger = init_logger(__name__)
+
+ASK_S = 0.25
+"""Time in which a block server must say what it has."""
+
+Answers = dict[str, bytes]
+"""Bits (`pack_bits`) of what a server has, by its address."""
+
+
+class _Question:
+    """A question to all servers. It is answered once: when all have answered, or its time is over."""
+
+    def __init__(
+        self, keys: Sequence[RecordName], fingerprint: bytes, num_servers: int, report: Callable[[Answers], None]
+    ) -> None:
+        self.keys, self.fingerprint = keys, fingerprint
+        self.began = time.monotonic()
+        self.is_answered = threading.Event()
+        self._answers: Answers = {}
+        self._num_left, self._report = num_servers, report
+        self._lock = threading.Lock()
+
+    def answer(self, address: str, bits: bytes | None) -> None:
+        """Notes the answer of a server; None: it has none."""
+        with self._lock:
+            self._num_left -= 1
+            if bits is not None:
+                self._answers[address] = bits
+            if self._num_left:
+                return
+        self.end()
+
+    def end(self) -> bool:
+        """Reports the answers that are there, once. Returns whether this was the time."""
+        with self._lock:
+            if self.is_answered.is_set():
+                return False
+            self.is_answered.set()
+            answers = dict(self._answers)
+        self._report(answers)
+        return True
+
+
+class _Server:
+    """One block server, and the thread that asks it."""
+
+    def __init__(self, address: str, client: PeerClient) -> None:
+        self.address, self._client = address, client
+        self._rests = Rests()
+        self._is_dead = False
+        """True from a fault until a question that no request waits for was answered."""
+        self._answered_ts = 0.0
+        self._fingerprint = b""
+        """The last one that was asked about."""
+        self._lock = threading.Lock()
+        self._is_stopped = threading.Event()
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-tier-ask", daemon=True)
+        self._thread.start()
+
+    def ask(self, question: _Question) -> None:
+        """Passes a question on. A dead server has no blocks."""
+        if self._is_dead:
+            question.answer(self.address, None)
+        else:
+            self._questions.put(question)
+
+    def note_late(self, question: _Question) -> None:
+        """Notes that a question has ended. Without any answer since it began the server is dead."""
+        if not self._is_dead and self._answered_ts < question.began:
+            self._note_fault(f"it has not answered for {ASK_S:.2f} s")
+
+    def stop(self, deadline: float) -> bool:
+        """Ends the thread. Returns False if it hangs."""
+        self._is_stopped.set()
+        self._questions.put(None)
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _note_fault(self, why: object) -> None:
+        with self._lock:
+            is_first, self._is_dead = not self._is_dead, True
+            seconds = self._rests.note_fault(self.address)
+        if is_first:
+            self._questions.put(_WAKE)  # the thread sleeps until the next question
+            logger.warning("the block server %s is not asked for %.0f s: %s", self.address, seconds, why)
+
+    def _run(self) -> None:
+        while not self._is_stopped.is_set():
+            with self._lock:
+                left = self._rests.seconds_left(self.address) if self._is_dead else None
+            try:
+                question = self._questions.get(timeout=left)
+            except queue.Empty:
+                self._revive()
+                continue
+            if question is not None and question is not _WAKE:
+                self._answer(question)
+
+    def _answer(self, question: _Question) -> None:
+        bits = None
+        if not self._is_dead and not question.is_answered.is_set():
+            self._fingerprint = question.fingerprint
+            try:
+                bits = pack_bits(self._have(question.keys, question.began + ASK_S))
+            except Exception as e:  # a request waits for the answer
+                self._note_fault(e)
+            else:
+                with self._lock:
+                    self._answered_ts = time.monotonic()
+                    self._rests.note_good(self.address)
+        question.answer(self.address, bits)
+
+    def _have(self, keys: Sequence[RecordName], deadline: float) -> list[bool]:
+        """Raises PeerError. Connections from before a restart of the server are tried and dropped."""
+        for _ in range(MAX_IDLE):
+            try:
+                return self._have_once(keys, deadline)
+            except PeerError as e:
+                if e.reason != "stale":
+                    raise
+        return self._have_once(keys, deadline)
+
+    def _have_once(self, keys: Sequence[RecordName], deadline: float) -> list[bool]:
+        left = deadline - time.monotonic()
+        with self._client.connect(
+            self.address, self._fingerprint, is_cancelled=self._is_stopped.is_set, timeout_s=left
+        ) as peer:
+            return peer.have(keys, deadline - time.monotonic())
+
+    def _revive(self) -> None:
+        """Tries whether the server can be asked again. A new connection may take long, an answer may not."""
+        try:
+            with self._client.connect(self.address, self._fingerprint, is_cancelled=self._is_stopped.is_set):
+                pass
+            self._have([], time.monotonic() + ASK_S)
+        except Exception as e:
+            logger.debug("the block server %s: %s", self.address, e)
+            with self._lock:
+                self._rests.note_fault(self.address)
+        else:
+            self._is_dead = False
+            logger.info("the block server %s answers again", self.address)
+
+
+_WAKE = _Question([], b"", 1, lambda answers: None)
+"""Stands for no question: makes a thread look at its server's rest."""
+
+
+class TierAsker:
+    """Asks all block servers of an engine."""
+
+    def __init__(self, client: PeerClient, addresses: Sequence[str]) -> None:
+        self._servers = [_Server(address, client) for address in addresses]
+        self._open: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        """Questions in the order of their ends."""
+        self._collector: threading.Thread | None = None
+        if addresses:
+            self._collector = threading.Thread(target=self._collect, name="kv-tier-collect", daemon=True)
+            self._collector.start()
+
+    def ask(self, keys: Sequence[RecordName], fingerprint: bytes | None, report: Callable[[Answers], None]) -> None:
+        """Asks which blocks each server has. `report` takes the answers, on any thread, at most ASK_S later."""
+        if fingerprint is None or not self._servers:
+            report({})
+            return
+        question = _Question(keys, fingerprint, len(self._servers), report)
+        self._open.put(question)
+        for server in self._servers:
+            server.ask(question)
+
+    def stop(self, deadline: float) -> bool:
+        """Ends all threads. Returns False if one hangs."""
+        self._open.put(None)
+        has_ended = [server.stop(deadline) for server in self._servers]
+        if self._collector is not None:
+            self._collector.join(max(0.1, deadline - time.monotonic()))
+        return all(has_ended)
+
+    def _collect(self) -> None:
+        """Ends questions whose time is over."""
+        while (question := self._open.get()) is not None:
+            question.is_answered.wait(max(0.0, question.began + ASK_S - time.monotonic()))
+            if question.end():
+                for server in self._servers:
+                    server.note_late(question)
