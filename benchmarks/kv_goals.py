@@ -472,8 +472,8 @@ def measure_events(directory: Path) -> None:
         for changes in (None, BlockChanges()):
             pool = BlockPool(num_blocks + 2)
             pool.changes = changes
-            for what, seconds in (("stored", _fill_pool(pool, requests, [])), ("removed", _empty_pool(pool))):
-                costs.setdefault(f"{what} {changes is not None}", []).append(statistics.median(seconds))
+            for what, times in (("stored", _fill_pool(pool, requests, [])), ("removed", _empty_pool(pool))):
+                costs.setdefault(f"{what} {changes is not None}", []).append(statistics.median(times))
     for what in ("stored", "removed"):
         more = statistics.median(costs[f"{what} True"]) - statistics.median(costs[f"{what} False"])
         print(f"on the core's loop: {1e6 * more / BLOCKS_PER_STEP:.2f} us for each block {what} (goal: 1)")

@@ -621,6 +621,22 @@ void check_experts(qk_context* context, int32_t form, int32_t dtype, int64_t tok
     run(0, tokens, y);
     for (int64_t token = 0; token < tokens; ++token) run(token, 1, alone);
     expect(y == alone, "a row's bits of experts", form, tokens);
+    if (!scale_inputs) {  // this engine's tokens come after three of another, which are the first ones
+        const int64_t first = 3 < tokens ? 3 : tokens, item = is_half ? 2 : 4;
+        alignas(64) char words[128] = {};
+        const qk_barrier_args barrier = {0, 1, 0, 1000, words};
+        const qk_pool_step step = {first + tokens, first, &barrier};
+        std::vector<char> inputs(size_t((first + tokens) * hidden * item));
+        std::vector<int64_t> choices(ids.begin(), ids.begin() + first * chosen);
+        choices.resize(size_t((first + tokens) * chosen));
+        std::vector<float> answers(size_t((first + tokens) * chosen * hidden));
+        memcpy(inputs.data(), is_half ? (const void*)half_x.data() : x.data(), size_t(first * hidden * item));
+        const qk_experts_pool pool = {&step, inputs.data(), choices.data(), answers.data()};
+        args.pool = &pool;
+        std::vector<char> pooled(y.size());
+        run(0, tokens, pooled);
+        expect(y == pooled, "bits of experts of several engines", form, tokens);
+    }
     std::vector<float> numbers(expected.size());
     for (size_t i = 0; i < numbers.size(); ++i) {
         const uint32_t bits = is_half ? uint32_t(((uint16_t*)y.data())[i]) << 16 : ((uint32_t*)y.data())[i];

@@ -43,8 +43,8 @@ int64_t qk_struct_size(int32_t n) {
                                  sizeof(qk_pack_args),       sizeof(qk_linear_args), sizeof(qk_batched_linear_args),
                                  sizeof(qk_pack_quantized_args), sizeof(qk_quantized_linear_args), sizeof(qk_rms_norm_args),
                                  sizeof(qk_layer_norm_args), sizeof(qk_rotate_args),     sizeof(qk_activation_args),
-                                 sizeof(qk_gather_args),     sizeof(qk_route_args),  sizeof(qk_experts_args),
-                                 sizeof(qk_attention_args),  sizeof(qk_step_args),   sizeof(qk_barrier_args),     sizeof(qk_sample_args),
+                                 sizeof(qk_gather_args),     sizeof(qk_barrier_args), sizeof(qk_route_args),  sizeof(qk_experts_args),
+                                 sizeof(qk_attention_args),  sizeof(qk_step_args),   sizeof(qk_sample_args),
                                  sizeof(qk_logprobs_args)};
     return n >= 0 && n < int32_t(sizeof sizes / sizeof *sizes) ? sizes[n] : 0;
 }
@@ -86,7 +86,11 @@ void qk_layer_norm(qk_context* context, const qk_layer_norm_args* args) { call(c
 void qk_rotate(qk_context* context, const qk_rotate_args* args) { call(context, context->kernels.rotate, args); }
 void qk_activation(qk_context* context, const qk_activation_args* args) { call(context, context->kernels.activation, args); }
 void qk_route(qk_context* context, const qk_route_args* args) { call(context, context->kernels.route, args); }
-void qk_experts(qk_context* context, const qk_experts_args* args) { call(context, context->kernels.experts, args); }
+int32_t qk_experts(qk_context* context, const qk_experts_args* args) {
+    if (!context->recording) return context->kernels.experts(*context, *args);
+    context->recording->add(*args);
+    return 0;
+}
 void qk_attention(qk_context* context, const qk_attention_args* args) { call(context, context->kernels.attention, args); }
 void qk_sample(qk_context* context, const qk_sample_args* args) { context->kernels.sample(*context, *args); }
 void qk_logprobs(qk_context* context, const qk_logprobs_args* args) { context->kernels.logprobs(*context, *args); }

@@ -33,7 +33,7 @@ struct KernelTable {
     void (*rotate)(qk_context&, const qk_rotate_args&);
     void (*activation)(qk_context&, const qk_activation_args&);
     void (*route)(qk_context&, const qk_route_args&);
-    void (*experts)(qk_context&, const qk_experts_args&);
+    int32_t (*experts)(qk_context&, const qk_experts_args&);
     void (*sample)(qk_context&, const qk_sample_args&);
     void (*logprobs)(qk_context&, const qk_logprobs_args&);
     void (*read_memory)(qk_context&, const void* memory, int64_t bytes);

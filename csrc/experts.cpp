@@ -157,6 +157,7 @@ class Experts {
     void run() {
         take_memory();
         sort_choices();
+        if (a_.pool && !a_.answers) memset(answers_, 0, size_t(rows_ * a_.outputs) * sizeof(float));  // others' experts have no answers
         if (a_.gate_up_adapters && a_.gate_up_adapters->batch->segments) divide_by_adapter(*a_.gate_up_adapters->batch);
         if (a_.steps & QK_EXPERTS_BETWEEN) {
             gather_inputs();
@@ -166,7 +167,15 @@ class Experts {
         if (a_.steps & QK_EXPERTS_ANSWERS)
             multiply(a_.down, a_.down_quantization, a_.down_bias, a_.down_adapters, a_.outputs, a_.expert_size, false, between_, inner_, answers_,
                      a_.outputs, QK_FLOAT32);
-        if (a_.steps & QK_EXPERTS_SUMS) combine();
+        if (a_.steps & QK_EXPERTS_SUMS) combine(a_.tokens, 0);
+    }
+
+    // The sums of `tokens` tokens, of which the first has the number `first` among those whose choices were sorted.
+    void combine(int64_t tokens, int64_t first) const {
+        auto work = [&](int64_t begin, int64_t end, int) {
+            for (int64_t token = begin; token < end; ++token) combine_token(token, first);
+        };
+        context_.parallel(tokens, rows_per_piece(), work);
     }
 
   private:
@@ -281,15 +290,8 @@ class Experts {
         (quantization ? context_.kernels.grouped_quantized_linear : context_.kernels.grouped_linear)(context_, grouped);
     }
 
-    void combine() const {
-        auto work = [&](int64_t begin, int64_t end, int) {
-            for (int64_t token = begin; token < end; ++token) combine_token(token);
-        };
-        context_.parallel(a_.tokens, rows_per_piece(), work);
-    }
-
-    void combine_token(int64_t token) const {
-        const int64_t* rows = rows_of_choices_ + token * a_.chosen;
+    void combine_token(int64_t token, int64_t first) const {
+        const int64_t* rows = rows_of_choices_ + (first + token) * a_.chosen;
         const float* weights = a_.weights + token * a_.chosen;
         const auto weight = [&](int32_t j) { return set1(a_.scale_inputs ? 1.0f : weights[j]); };
         E* y = (E*)a_.y + token * a_.y_stride;
@@ -322,6 +324,34 @@ class Experts {
     qk_adapter_batch adapters_ = {};
 };
 
+// Computes own experts for the tokens of all engines, and the sums of own tokens.
+template <class E>
+int32_t pooled_experts(qk_context& context, const qk_experts_args& args) {
+    const qk_experts_pool& pool = *args.pool;
+    const qk_pool_step& step = *pool.step;
+    E* inputs = (E*)pool.inputs + step.first * args.hidden;
+    for (int64_t i = 0; i < args.tokens; ++i)
+        memcpy(inputs + i * args.hidden, (const E*)args.x + i * args.x_stride, size_t(args.hidden) * sizeof(E));
+    memcpy(pool.choices + step.first * args.chosen, args.ids, size_t(args.tokens * args.chosen) * sizeof(int64_t));
+    if (const int32_t failure = qk_barrier(&context, step.barrier)) return failure;
+    qk_experts_args all = args;
+    all.tokens = step.tokens;
+    all.x = pool.inputs, all.x_stride = args.hidden, all.ids = pool.choices, all.answers = pool.answers;
+    all.steps = QK_EXPERTS_BETWEEN | QK_EXPERTS_ANSWERS;
+    Experts<E> experts(context, all);
+    experts.run();
+    if (const int32_t failure = qk_barrier(&context, step.barrier)) return failure;
+    experts.combine(args.tokens, step.first);
+    return 0;
+}
+
+template <class E>
+int32_t experts_of(qk_context& context, const qk_experts_args& args) {
+    if (args.pool && args.pool->step->barrier) return pooled_experts<E>(context, args);
+    Experts<E>(context, args).run();
+    return 0;
+}
+
 }  // namespace
 
 void route(qk_context& context, const qk_route_args& a) {
@@ -332,11 +362,8 @@ void route(qk_context& context, const qk_route_args& a) {
     context.parallel(a.tokens, ROUTES_PER_PIECE, work);
 }
 
-void experts(qk_context& context, const qk_experts_args& args) {
-    if (args.dtype == QK_BFLOAT16)
-        Experts<bf16>(context, args).run();
-    else
-        Experts<float>(context, args).run();
+int32_t experts(qk_context& context, const qk_experts_args& args) {
+    return args.dtype == QK_BFLOAT16 ? experts_of<bf16>(context, args) : experts_of<float>(context, args);
 }
 
 }  // namespace QK_ISA

@@ -28,7 +28,7 @@
     void activation(qk_context& context, const qk_activation_args& args);   \
     void attention(qk_context& context, const qk_attention_args& args);     \
     void route(qk_context& context, const qk_route_args& args);             \
-    void experts(qk_context& context, const qk_experts_args& args);         \
+    int32_t experts(qk_context& context, const qk_experts_args& args);      \
     void sample(qk_context& context, const qk_sample_args& args);           \
     void logprobs(qk_context& context, const qk_logprobs_args& args);       \
     void read_memory(qk_context& context, const void* memory, int64_t bytes); \

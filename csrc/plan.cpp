@@ -95,7 +95,7 @@ int32_t qk_plan::run(qk_context& context, const qk_step_args& step) {
                 break;
             case EXPERTS:
                 call.experts.tokens = step.num_tokens;
-                qk_experts(&context, &call.experts);
+                if (const int32_t failure = qk_experts(&context, &call.experts)) return failure;
                 break;
             case ATTENTION:
                 put_batch(call.attention, *step.batches[call.batch]);

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, EngineArgs, LoRARequest, SamplingParams
+from quire.engine.kv_cache.changes import Change
 from quire.engine.kv_cache.loader import BlockLoader
-from quire.errors import ServerError
+from quire.engine.kv_cache.store_scheduler import StoreScheduler
+from quire.engine.kv_events import KVEventPublisher
+from quire.errors import ConfigError, ServerError
 from quire.frontend.metrics.publish.snapshot import MetricsSnapshot
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import open_extent, read_header
-from quire.kv_store.index import StoreIndex
+from quire.kv_store.index import StoreIndex, StoreScanner
 from quire.kv_store.peer.server import BlockServer, DirectorySource, Record
 from quire.testing.metrics_audit import MetricsAudit
 from quire.testing.tiny_models import make_tiny_checkpoint
+from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, decode_batch
 from quire.wire.kv_peers import RecordName
 from quire.worker.kv_transfer import tiers
 from tests.adapters import tensors, write_adapter
@@ -372,6 +376,48 @@ def test_an_audit_compares_what_was_computed_with_what_is_stored(tmp_path: Path)
     store.close()
     with engine(model, directory) as llm:
         assert answer(llm) == (expected, NUM_STORED * 16)
+
+
+def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applies the events of an engine that finds a store, stores more, and loses all."""
+    known, cleared = set[tuple[int, int]](), list[None]()
+
+    def publish(publisher: KVEventPublisher, changes: list[Change]) -> None:
+        for event in decode_batch(publisher._encoder.encode(0.0, changes)).events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+                cleared.append(None)
+            elif event.medium == "STORAGE":
+                assert event.locality == "LOCAL"
+                names = {(event.group_idx or 0, int(each)) for each in event.block_hashes}
+                known.difference_update(names) if isinstance(event, BlockRemoved) else known.update(names)
+
+    monkeypatch.setattr(KVEventPublisher, "publish", publish)
+    monkeypatch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+    model, directory = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2"), tmp_path / "store"
+    extra = {"path": str(directory), "max_bytes": 1 << 30, "publish_store": True}
+    transfer = {"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    flags = {"kv_transfer_config": transfer, "kv_events_config": events}
+
+    def until(llm: LLM, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            make_step(llm)
+
+    with engine(model, None, **flags) as llm:
+        answer(llm)
+        until(llm, lambda: len(known) >= NUM_STORED)
+    num_stored = count_blocks(directory)
+    with engine(model, None, **flags) as llm:
+        until(llm, lambda: len(known) == num_stored)
+        assert llm.reset_prefix_cache()
+        assert len(cleared) >= 3
+        until(llm, lambda: len(known) == num_stored)
+        for extent in directory.glob("*.kvx"):
+            extent.unlink()
+        until(llm, lambda: not known)
+    with pytest.raises(ConfigError, match="enable them with --kv-events-config"):
+        StoreScheduler.check_config(EngineArgs(str(model), kv_transfer_config=transfer).create_engine_config())
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -113,10 +113,10 @@ async def read_while(engine: Engine, work: Any, num_streams: int = 8) -> None:
 class Proxy(threading.Thread):
     """Passes bytes between a node and its head, unless it stalls: a network that loses everything."""
 
-    def __init__(self, head: int) -> None:
+    def __init__(self, head: int, count: int = NUM_PORTS) -> None:
         super().__init__(name="Proxy", daemon=True)
-        self.first = free_ports()
-        self._listeners = {socket.create_server(("127.0.0.1", self.first + i)): head + i for i in range(NUM_PORTS)}
+        self.first = free_ports(count)
+        self._listeners = {socket.create_server(("127.0.0.1", self.first + i)): head + i for i in range(count)}
         self._peers: dict[socket.socket, socket.socket] = {}
         self._stalled: frozenset[int] = frozenset()
         self._reader, self._writer = socket.socketpair()

@@ -20,7 +20,7 @@ from quire.wire.nodes import NUM_PORTS
 
 from .harness import check_free, fake_args, running
 from .test_engine_set import dp_client, wait_for
-from .test_nodes import free_ports, is_running, read_while
+from .test_nodes import free_ports, is_running, pid_of, read_while
 from .test_workers import PROMPTS, adapter, expected, tokens_of
 from .test_workers import make as make_llm
 
@@ -57,14 +57,12 @@ def test_a_killed_actor_loses_no_stream(cluster: Any) -> None:
             async def work() -> None:
                 manager: Any = client.resources.actors
                 await wait_for(lambda: link.num_live_requests > 1)
-                core = client.list_engines()[1].pid
-                assert core is not None
+                core = await pid_of(client)
                 ray.kill(manager._engines[1].actor)
                 await wait_for(lambda: link.state is LinkState.DOWN and not link.num_live_requests)
                 await wait_for(lambda: not is_running(core))
                 await wait_for(lambda: link.state is LinkState.UP)
-                core = client.list_engines()[1].pid
-                assert core is not None
+                core = await pid_of(client)
                 await wait_for(lambda: link.num_live_requests > 1)
                 os.kill(core, signal.SIGKILL)
                 await wait_for(lambda: client.restarts == {"killed": 1})
@@ -95,8 +93,7 @@ def test_a_killed_actor_of_engines_that_share_experts_costs_no_token(cluster: An
                     ray.kill(manager._engines[victim].actor)
                     await wait_for(lambda link=link: link.state is LinkState.DOWN)
                     await wait_for(lambda link=link: link.state is LinkState.UP)
-                core = client.list_engines()[1].pid
-                assert core is not None
+                core = await pid_of(client)
                 os.kill(core, signal.SIGKILL)
                 await wait_for(lambda: client.restarts == {"killed": 1})
                 await wait_for(lambda: client.engines.links[1].state is LinkState.UP)

@@ -259,8 +259,8 @@ async def generate_all(
         return tokens
 
 
-def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager[Engine]:
-    args = EngineArgs(
+def mixture_args(path: Path, **fields: Any) -> EngineArgs:
+    return EngineArgs(
         str(path),
         dtype="bfloat16",
         max_model_len=512,
@@ -268,10 +268,12 @@ def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager
         device="cpu",
         kv_cache_memory_bytes=1 << 24,
         skip_tokenizer_init=True,
-        data_parallel_size=size,
         **fields,
     )
-    return running(args)
+
+
+def mixture(path: Path, size: int, **fields: Any) -> AbstractAsyncContextManager[Engine]:
+    return running(mixture_args(path, data_parallel_size=size, **fields))
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ _STORE_BOUNDS = {
         FieldBound("max_pinned_share", "float", 0.0, 0.9),
         FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
         FieldBound("audit_share", "float", 0.0, 1.0),
+        FieldBound("publish_store", "bool"),
         FieldBound("min_load_tokens", "int", 1, 1 << 30),
         FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
         FieldBound("load_bias", "float", 0.0, 1e9),

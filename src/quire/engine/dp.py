@@ -96,6 +96,8 @@ class DPEngineCoreProc(EngineCoreProc):
         """Epoch that the worker has joined."""
         if self._group.shares_experts:
             self.heartbeat.least_tokens = config.scheduler_config.max_num_batched_tokens or 0
+            if group_network is not None:  # a step may last until the silence of another machine is noticed
+                self.heartbeat.least_s = group_network.silence_s / 2
             self.lifecycle.before_update, self.lifecycle.on_update = self._leave_epoch, self._note_update
         self.ready_response = dataclasses.replace(self.ready_response, experts_generation=parallel.experts_generation)
         weights = digest_of(str(config.model_config.model_dir), self.lifecycle.get_weight_version())
@@ -177,10 +179,10 @@ class DPEngineCoreProc(EngineCoreProc):
             executed = super()._process_engine_step()
             if self.waves.is_running:
                 self._take(self.waves.on_step(executed, self.lifecycle.is_sleeping()))
-        except ServerError:
+        except ServerError as e:
             if not self._group.is_lost:
                 raise
-            logger.warning("another engine has ended: this step is computed again when its experts are back")
+            logger.warning("a step is computed again when all engines and their experts are there: %s", e)
             self.heartbeat.idle()
             if not self._follow_resizing():
                 self._group.rejoin()

@@ -58,6 +58,8 @@ class HeartbeatWriter:
         """Duration of drafting, as `StepTimes` has those of steps."""
         self.least_tokens = 0
         """Tokens that every step is taken to have at least, where it may wait for the steps of other engines."""
+        self.least_s = 0.0
+        """Seconds that every step is expected to take at least, where it may wait for the end of a connection."""
         self._stop_listening: Callable[[], None] | None = None
 
     def starting(self) -> None:
@@ -116,7 +118,8 @@ class HeartbeatWriter:
         if self._page is not None:
             self._started = num_tokens, time.monotonic()
             self._num_tokens = max(num_tokens, 1)
-            self._page.begin_step(request_ids, self._times.predict(max(num_tokens, self.least_tokens)))
+            expected_s = self._times.predict(max(num_tokens, self.least_tokens))
+            self._page.begin_step(request_ids, max(expected_s, self.least_s))
 
     def update(self) -> None:
         """Marks the arrival of the executor's result, and records how long it took."""

@@ -21,7 +21,15 @@ import zmq
 from quire.config.engine import EngineConfig
 from quire.config.kv_events import FLAG, KVEventsConfig
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, StoredRun, describe_cached_blocks
+from quire.engine.kv_cache.changes import (
+    BlockChanges,
+    Change,
+    Cleared,
+    StoredRun,
+    TierBlocks,
+    describe_cached_blocks,
+)
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
 from quire.errors import ConfigError
@@ -33,6 +41,8 @@ from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.wire.kv_events import (
     DEVICE_MEDIUM,
     END_OF_REPLAY,
+    LOCAL,
+    STORE_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -65,6 +75,7 @@ class KVEventsObserver(SchedulerObserver):
         self._publisher = publisher
         self._pool: BlockPool | None = None
         self._num_groups = 0
+        self._stored: StoredBlocks | None = None
         self._has_lost = False
 
     def attach(self, scheduler: SchedulerInterface) -> None:
@@ -75,6 +86,7 @@ class KVEventsObserver(SchedulerObserver):
                 "--kv-events-config needs a scheduler with a kv_cache_manager; --scheduler-cls names another"
             )
         self._pool, self._num_groups = manager.block_pool, len(manager.groups)
+        self._stored = _find_stored(scheduler)
         self._pool.changes = BlockChanges()
         self._pool.changes.on_cleared()
         self._publish()
@@ -107,6 +119,8 @@ class KVEventsObserver(SchedulerObserver):
         assert self._pool is not None
         assert self._pool.changes is not None
         changes = self._pool.changes.take()
+        if not self._has_lost:
+            changes += self._take_stored(is_cleared=Cleared.ALL in changes)
         if not changes and not self._has_lost:
             return
         if not self._publisher.has_room:
@@ -116,9 +130,14 @@ class KVEventsObserver(SchedulerObserver):
             self._has_lost = True
             return
         if self._has_lost:
-            changes = [Cleared.ALL, *describe_cached_blocks(self._pool.blocks, self._num_groups)]
+            cached = describe_cached_blocks(self._pool.blocks, self._num_groups)
+            changes = [Cleared.ALL, *cached, *self._take_stored(is_cleared=True)]
             self._has_lost = False
         self._publisher.publish(changes)
+
+    def _take_stored(self, *, is_cleared: bool) -> list[Change]:
+        """Returns the changes of the store; all that is in it if subscribers forget everything with this batch."""
+        return [] if self._stored is None else self._stored.take(everything=is_cleared)
 
 
 class KVEventPublisher:
@@ -271,6 +290,8 @@ class EventEncoder:
     def _make_event(self, change: Change) -> BlockStored | BlockRemoved | AllBlocksCleared:
         if isinstance(change, Cleared):
             return AllBlocksCleared()
+        if isinstance(change, TierBlocks):
+            return self._make_tier_event(change)
         if not isinstance(change, StoredRun):
             return BlockRemoved([self._hash(change.block_hash)], DEVICE_MEDIUM, change.group_id)
         spec = self._specs[change.group_id]
@@ -288,6 +309,20 @@ class EventEncoder:
             kv_cache_spec_kind="full_attention" if spec.reach is None else "sliding_window",
             kv_cache_spec_sliding_window=spec.reach,
         )
+
+    def _make_tier_event(self, change: TierBlocks) -> BlockStored | BlockRemoved:
+        """Returns the event of a store, which knows digests only."""
+        hashes, group_id = [self._hash(each) for each in change.hashes], change.group_id
+        if not change.is_stored:
+            return BlockRemoved(hashes, STORE_MEDIUM, group_id, LOCAL)
+        size = self._specs[group_id].block_size
+        return BlockStored(hashes, None, [], size, None, STORE_MEDIUM, None, group_idx=group_id, locality=LOCAL)
+
+
+def _find_stored(scheduler: Any) -> StoredBlocks | None:
+    """Returns what the scheduler's connector publishes."""
+    connector: Any = getattr(getattr(scheduler, "exchange", None), "connector", None)
+    return getattr(connector, "stored", None)
 
 
 def _lora_name(keys: ExtraKeys | None) -> str | None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
+from quire.kv_store.watch import StoreWatcher
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -258,7 +259,7 @@ def _key_of(digest: bytes, group: int) -> int:
 class StoreScanner:
     """Scans a directory each second in a thread of its own."""
 
-    def __init__(self, index: StoreIndex | PartsIndex, interval_s: float = SCAN_INTERVAL_S) -> None:
+    def __init__(self, index: StoreIndex | PartsIndex | StoreWatcher, interval_s: float = SCAN_INTERVAL_S) -> None:
         self._index, self._interval_s = index, interval_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-store-scan", daemon=True)

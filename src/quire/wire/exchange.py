@@ -40,9 +40,12 @@ class ExchangeLostError(ServerError):
 class HostExchange:
     """The end of one machine. All machines make the same calls in the same order."""
 
-    def __init__(self, network: WorkerNetwork, check: Callable[[], None], limit_s: float) -> None:
-        """Waits until all have met. `check` raises if another worker has failed; `limit_s`: how late one may be."""
-        self._network, self._check, self._limit_s = network, check, limit_s
+    def __init__(
+        self, network: WorkerNetwork, check: Callable[[], None], limit_s: float, start_s: float = START_S
+    ) -> None:
+        """Waits until all have met, for `start_s` at most. `check` raises if another worker has failed; `limit_s`: how
+        late one may be."""
+        self._network, self._check, self._limit_s, self._start_s = network, check, limit_s, start_s
         self._is_hub, self._others = network.share == 0, len(network.parts) - 1
         self._round, self._has_met = 0, False
         self._peers = dict[int, bytes]()
@@ -65,7 +68,7 @@ class HostExchange:
 
     def _meet(self) -> None:
         """Makes sure that all are connected: what a hub sends before is lost."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self._start_s
         if self._is_hub:
             wanted = {self._identity(share): share for share in range(1, self._others + 1)}
             while len(self._peers) < self._others:
@@ -85,7 +88,7 @@ class HostExchange:
             if self._has_met and self._monitor is not None and self._monitor.poll(0):
                 raise ExchangeLostError("the connection to the first machine's workers has ended")
             if time.monotonic() > deadline:
-                raise ExchangeLostError(f"the workers of another machine {why} in time")
+                raise ExchangeLostError(f"the workers of another machine {why} in time ({self._network.address})")
         return socket.recv_multipart()
 
     def exchange(self, own: Sequence[Frame]) -> list[list[bytes]]:

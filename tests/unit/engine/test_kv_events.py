@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
 from quire.config.kv_events import KVEventsConfig
-from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, StoredRun
-from quire.engine.kv_events import KVEventPublisher, KVEventsObserver
+from quire.engine.kv_cache.changes import BlockChanges, Change, Cleared, StoredRun, TierBlocks
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
+from quire.engine.kv_events import EventEncoder, KVEventPublisher, KVEventsObserver
 from quire.engine.sched.interface import ObservedScheduler
 from quire.errors import ConfigError
 from quire.wire.kv_cache import FullAttentionSpec
+from quire.wire.kv_events import BlockRemoved, BlockStored, decode_batch, short_hash
 from tests.simulation.subscriber import Subscriber
 
 from .driver import Core
@@ -142,6 +145,38 @@ class FullPublisher:
 
     def close(self) -> None:
         pass
+
+
+def test_the_blocks_of_a_store_are_told_apart(tmp_path: Path) -> None:
+    changes: list[Change] = [
+        TierBlocks(0, [b"a" * 32, b"b" * 32], is_stored=True),
+        TierBlocks(0, [b"a" * 32], is_stored=False),
+    ]
+    stored, removed = decode_batch(EventEncoder([SPEC]).encode(1.0, changes)).events
+    names = [short_hash(b"a" * 32), short_hash(b"b" * 32)]
+    assert stored == BlockStored(names, None, [], 2, None, "STORAGE", None, group_idx=0, locality="LOCAL")
+    assert removed == BlockRemoved(names[:1], "STORAGE", 0, "LOCAL")
+
+
+def test_a_store_is_told_anew_when_subscribers_forget_everything() -> None:
+    driver, publisher, stored = Core(enable_prefix_caching=True), FullPublisher(), StoredBlocks(1)
+    driver.core.scheduler.exchange = SimpleNamespace(connector=SimpleNamespace(stored=stored))
+    observer = KVEventsObserver(publisher)  # type: ignore[arg-type]
+    observer.attach(driver.core.scheduler)
+    all_stored = TierBlocks(0, [b"a" * 32], is_stored=True)
+    stored.update(0, [(0, b"a" * 32)], [])
+    observer._publish()
+    observer._publish()
+    assert publisher.published == [[Cleared.ALL], [all_stored]]
+    driver.core.scheduler.kv_cache_manager.reset_prefix_cache()
+    observer._publish()
+    assert publisher.published[2:] == [[Cleared.ALL, all_stored]]
+    publisher.has_room = False
+    stored.update(0, [(1, b"a" * 32)], [])
+    observer._publish()
+    publisher.has_room = True
+    observer._publish()
+    assert publisher.published[3:] == [[Cleared.ALL, all_stored, TierBlocks(1, [b"a" * 32], is_stored=True)]]
 
 
 def test_what_is_lost_is_made_good_by_all_that_is_cached() -> None:

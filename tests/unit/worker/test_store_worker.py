@@ -389,6 +389,21 @@ def test_a_late_save_gives_way_to_the_next_one(
     assert (result.num_saved, result.outcome, result.reason) == (3, "ok", ""), "none waits behind it"
 
 
+@pytest.mark.parametrize(("seconds", "num_patient"), [(1e9, 3), (0.0, 0)])
+def test_an_old_save_is_left_to_a_thread_of_the_engines_priority(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, seconds: float, num_patient: int
+) -> None:
+    engine = make_engine()
+    keys, threads = make_keys(3), list[str]()
+    monkeypatch.setattr(transfers, "HURRY_S", seconds)
+    with injected("kv.write", lambda name, key: threads.append(threading.current_thread().name)):
+        assert engine.save(keys, [1, 2, 3]).num_saved == 3
+    assert threads == num_patient * ["kv-store"] + (3 - num_patient) * ["kv-store-hurry"]
+    assert engine.save(make_keys(1, first=50), [4]).num_saved == 1
+    assert engine.load(keys, [[20, 21, 22]]).num_verified == 3
+    assert engine.is_equal(20, engine.content(1))
+
+
 def test_a_cancel_ends_a_load_between_records_and_is_answered_once(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     keys = make_keys(30)

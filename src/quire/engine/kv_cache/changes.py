@@ -52,7 +52,16 @@ class Cleared(Enum):
     ALL = "all"
 
 
-Change = StoredRun | RemovedBlock | Cleared
+@dataclass(slots=True, frozen=True)
+class TierBlocks:
+    """Blocks that a store outside the engine holds from now on, or one that it does not hold any more."""
+
+    group_id: int
+    hashes: list[BlockHash]
+    is_stored: bool
+
+
+Change = StoredRun | RemovedBlock | TierBlocks | Cleared
 
 
 class BlockChanges:

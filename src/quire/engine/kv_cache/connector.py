@@ -24,6 +24,7 @@ from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadR
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
+    from quire.engine.kv_cache.stored_blocks import StoredBlocks
 
 
 class ExternalMatch(NamedTuple):
@@ -61,6 +62,9 @@ class KVConnectorScheduler(ABC):
 
     audits: LoadAudits | None = None
     """Loads that are computed instead, to be compared; None: there are none."""
+
+    stored: StoredBlocks | None = None
+    """Blocks of the store, for KV cache events; None: they are not published."""
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:

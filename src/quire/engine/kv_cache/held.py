@@ -29,13 +29,13 @@ class HeldBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[Hashable, tuple[HeldState, list[KVCacheBlock]]] = {}
-        self.num_changes = 0
-        """Number of calls that have changed what is held: while it is the same, `count` has the same answer."""
+        self.has_changed = True
+        """True if `count` may have another answer than when this was set to False."""
 
     def hold(self, holder: Hashable, state: HeldState, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes over one reference to each of `blocks`, in order of position. Null blocks are left out."""
         assert holder not in self._held, f"{holder} holds blocks already"
-        self.num_changes += 1
+        self.has_changed = True
         self._held[holder] = state, [block for block in blocks if not block.is_null]
 
     def pin(self, holder: Hashable, blocks: Sequence[KVCacheBlock]) -> None:
@@ -51,7 +51,7 @@ class HeldBlocks:
 
     def change(self, holder: Hashable, state: HeldState) -> None:
         """Moves the blocks of a holder to another state."""
-        self.num_changes += 1
+        self.has_changed = True
         self._held[holder] = state, self._held[holder][1]
 
     def release(self, holder: Hashable, only: Sequence[KVCacheBlock] | None = None) -> bool:
@@ -59,7 +59,7 @@ class HeldBlocks:
         whether it had any."""
         if holder not in self._held:
             return False
-        self.num_changes += 1
+        self.has_changed = True
         state, blocks = self._held.pop(holder)
         gone = blocks
         if only is not None:

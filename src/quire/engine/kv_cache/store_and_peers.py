@@ -34,7 +34,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         of_store, of_peers = _configs(config)
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
-        self.audits = self._store.audits
+        self.audits, self.stored = self._store.audits, self._store.stored
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
     @classmethod

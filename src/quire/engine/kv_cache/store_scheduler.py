@@ -16,7 +16,9 @@ from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
 from quire.engine.kv_cache.hashing import stored_hashes
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
+from quire.errors import ConfigError
 from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
@@ -114,8 +116,7 @@ class StoreScheduler(KVConnectorScheduler):
         super().__init__(config, kv_cache_config)
         transfer = config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        self._loads = transfer.kv_role != "kv_producer"
-        self._saves = transfer.kv_role != "kv_consumer"
+        self._role = transfer.kv_role
         self._skips_salted = bool(extra.get("skip_salted"))
         self._directory = _open_directory(config)
         self._limits = WriteLimits(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
@@ -131,10 +132,14 @@ class StoreScheduler(KVConnectorScheduler):
         """Number of times that the weights were replaced."""
         self._had_namespace = False
         self._is_resetting = False
+        self.stored = StoredBlocks(self._num_workers) if extra.get("publish_store") else None
         self.audits = LoadAudits(transfer.audit_share, SOURCE) if transfer.audit_share else None
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
+        publishes = config.kv_transfer_config.kv_connector_extra_config.get("publish_store")
+        if publishes and not config.observability_config.kv_events.is_enabled:
+            raise ConfigError("publish_store adds a KV store to KV cache events; enable them with --kv-events-config")
         _open_directory(config).close()
 
     def may_transfer(self, request: Request) -> bool:
@@ -144,7 +149,7 @@ class StoreScheduler(KVConnectorScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         index = self._index
-        if index is None or not self._loads:
+        if index is None or self._role == "kv_producer":
             return NO_MATCH
         num_tokens = find_longest_match(
             self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
@@ -205,7 +210,7 @@ class StoreScheduler(KVConnectorScheduler):
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if not self._saves:
+        if self._role == "kv_consumer":
             return False
         params = request.sampling_params
         is_kept_off = (
@@ -235,6 +240,8 @@ class StoreScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info
+        if self.stored is not None and info and "watched" in info and info["generation"] == self._generation:
+            self.stored.update(output.rank, *info["watched"])
         if not info or info.get("generation") != self._generation or "fingerprint" not in info:
             return
         self._identities[output.rank] = info
@@ -264,6 +271,8 @@ class StoreScheduler(KVConnectorScheduler):
     def set_weights(self, path: str) -> None:
         self._generation += 1
         self._forget_namespace()
+        if self.stored is not None:
+            self.stored.clear()
 
     def count_stored(self) -> tuple[int, int]:
         return (0, 0) if self._index is None else (self._index.num_blocks, self._index.num_bytes)

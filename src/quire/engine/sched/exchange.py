@@ -180,6 +180,7 @@ class KVExchange(NoExchange, AdmissionGate):
         max_pinned_blocks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.gates = (self,)
         self._alarm_at = NEVER
         self.connector, self.link, self.clock = connector, link, clock
         link.clock = lambda: self.clock()
@@ -200,12 +201,7 @@ class KVExchange(NoExchange, AdmissionGate):
         self._steps = _Steps()
         self._ids = count(1)
         self._stats = KVTransferStats()
-        self._reported: tuple[int, ...] = ()
-        """States that the last statistics were made of: all but counts."""
-
-    @property
-    def gates(self) -> Sequence[AdmissionGate]:  # type: ignore[override]
-        return (self,)
+        """Counts since the last statistics, and what was stored then."""
 
     @classmethod
     def from_config(
@@ -249,11 +245,12 @@ class KVExchange(NoExchange, AdmissionGate):
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        state = (self._manager.held.num_changes, len(self.loader.active), *self.connector.count_stored())
-        if state == self._reported and not self._has_counted():
+        new, held, stored = self._stats, self._manager.held, self.connector.count_stored()
+        if stored == (new.num_stored_blocks, new.num_stored_bytes) and not (held.has_changed or self._has_counted()):
             return  # nearly all steps
-        self._reported = state
-        new, self._stats = self._stats, KVTransferStats()
+        held.has_changed = False
+        new.num_stored_blocks, new.num_stored_bytes = stored
+        self._stats = KVTransferStats(num_stored_blocks=stored[0], num_stored_bytes=stored[1])
         saver, loader, leases = self.saver, self.loader, self.leases
         new.num_loads_in_flight = len(loader.active)
         records, loader.records = loader.records, RecordCounts()
@@ -264,17 +261,17 @@ class KVExchange(NoExchange, AdmissionGate):
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
         new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
-        new.num_held_blocks = {str(state): number for state, number in self._manager.held.count().items()}
-        *_, new.num_stored_blocks, new.num_stored_bytes = state
+        new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         stats.kv_transfer = new
 
     def _has_counted(self) -> bool:
-        """Returns whether there is anything that the last statistics did not contain, besides states."""
+        """Returns whether anything was counted since the last statistics."""
         own, saves = self._stats, self.saver.counts
         return bool(
             saves.num_begun
             or saves.num_saved
             or saves.num_dropped
+            or saves.num_audited
             or own.num_loads_begun
             or own.num_loads
             or own.prefix_cache_stats.requests

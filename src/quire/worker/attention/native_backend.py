@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import Structure, byref
 from dataclasses import dataclass
 
@@ -70,6 +71,9 @@ class NativeAttentionBackend(AttentionBackend[NativeAttentionMetadata]):
         self.context = kernels.context
         self.agree: Callable[[int], int] = lambda value: value
         """Returns the least value of all workers that compute a step together."""
+        self.rehearsal: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(False)
+        """Lets the model run without the others that take part in its steps. Enters with whether the step has to be
+        run again with them."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: Kernels) -> bool:
@@ -181,7 +185,12 @@ class StepPlanner:
             return self._model(input_ids, positions, *inputs)
         context = get_forward_context()
         if self._plan is None or not self._fits(context):
-            return self._make_plan(context, input_ids, positions, inputs)
+            with self._backend.rehearsal() as is_rehearsal:
+                states = self._make_plan(context, input_ids, positions, inputs)
+            if not is_rehearsal:
+                return states
+        if self._plan is None:
+            return self._model(input_ids, positions, *inputs)
         return self._plan.run(input_ids, positions, [metadata.args for metadata in context.metadata], *inputs)
 
     def _fits(self, context: ForwardContext) -> bool:

@@ -43,8 +43,8 @@ class NativeBarrier:
 
     def __init__(self, context: Context, words: Tensor, rank: int, size: int, spin_ns: int) -> None:
         self._words = words
-        self._args = BarrierArgs(rank=rank, size=size, spin_ns=spin_ns, timeout_ms=TIMEOUT_MS, words=words.data_ptr())
-        self._pointer = byref(self._args)
+        self.args = BarrierArgs(rank=rank, size=size, spin_ns=spin_ns, timeout_ms=TIMEOUT_MS, words=words.data_ptr())
+        self._pointer = byref(self.args)
         self._function, self._handle = context.library.cdll.qk_barrier, context.handle
 
     def __call__(self) -> None:

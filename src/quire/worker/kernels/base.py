@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import Structure
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -143,6 +144,22 @@ class PooledTokens(Protocol):
     def wait(self, order: Callable[[], Tensor] | None = None) -> None:
         """Returns once all engines have written their answers. `order` returns the number of each answer's choice,
         among all choices of all tokens; None: the answers are in the order of the choices."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """True if some of the engines are on other machines: no kernel exchanges anything with those by itself."""
+        ...
+
+    @property
+    def step(self) -> Structure:
+        """The numbers of tokens of the present step and the barrier, for a kernel that does all of this by itself:
+        qk_pool_step."""
+        ...
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory that all engines map, for such a kernel: the tokens' x, their ids, and the answers."""
         ...
 
 

@@ -9,13 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.worker.kernels.base import ExpertsShare, Kernels
+from quire.worker.kernels.barrier import check_barrier
+from quire.worker.kernels.base import ExpertsShare, Kernels, PooledTokens
 from quire.worker.kernels.library import (
     ACTIVATIONS,
     CONSTANTS,
     DTYPES,
     Context,
     ExpertsArgs,
+    ExpertsPoolStruct,
     PackArgs,
     RouteArgs,
     set_residual,
@@ -136,7 +138,10 @@ class NativeExperts:
         args.num_experts, args.own_experts, args.first_expert = share.num_experts, len(share.experts), share.first
         args.places = None if share.places is None else share.places.data_ptr()
         args.inner_start, args.inner, args.outputs = share.inner.start, len(share.inner), len(share.outputs)
-        if share.gather is None:
+        if share.pool is not None:
+            step, memory = share.pool.step, (t.data_ptr() for t in share.pool.memory)
+            args.pool = pointer(ExpertsPoolStruct(pointer(step), *memory))
+        elif share.gather is None:
             args.answers = share.meeting.data_ptr()
         else:
             args.between, args.between_stride = share.meeting.data_ptr(), share.meeting.stride(0)
@@ -146,6 +151,7 @@ class NativeExperts:
         assert isinstance(context, Context)
         assert context.instruction_set == self._context.instruction_set
         self._context = context
+        context.num_kernels += 1
 
     def set_sites(self, gate_up: AdapterSite | None, down: AdapterSite | None) -> None:
         args = self._args
@@ -158,19 +164,10 @@ class NativeExperts:
     ) -> Tensor:
         x, ids, weights, share = with_packed_rows(x), ids.contiguous(), weights.contiguous(), self._share
         self._args.weights = weights.data_ptr()
-        if share is not None and share.pool is not None:
-            inputs, choices, answers = share.pool.share(x, ids)
-            self._set_tokens(inputs, choices)
-            self._args.answers = answers.data_ptr()
-            self._run(BETWEEN | ANSWERS)
-            rows = own_rows(choices, share.places, share.pool.own)
-            share.pool.wait(partial(order_answers, choices, share.places))
-            answers = answers if rows is None else answers[rows]
-            self._args.answers = answers.data_ptr()
-            self._set_tokens(x, ids)
-            return self._sum(0, torch.empty(x.shape, dtype=x.dtype), residual, shared)
+        if share is not None and share.pool is not None and share.pool.is_remote:
+            return self._exchange(share.pool, share.places, (x, ids), residual, shared)
         self._set_tokens(x, ids)
-        if share is None:
+        if share is None or share.pool is not None:
             return self._sum(BETWEEN | ANSWERS, torch.empty(x.shape, dtype=x.dtype), residual, shared)
         if share.gather is None:
             self._run(BETWEEN | ANSWERS)
@@ -182,6 +179,30 @@ class NativeExperts:
         addends = [None if addend is None else addend[:, own] for addend in (residual, shared)]
         return share.gather(len(x), x.dtype, lambda y: self._sum(ANSWERS, y, *addends))
 
+    def _exchange(
+        self,
+        pool: PooledTokens,
+        places: Tensor | None,
+        tokens: tuple[Tensor, Tensor],
+        residual: Tensor | None,
+        shared: Tensor | None,
+    ) -> Tensor:
+        """Computes what the kernel computes by itself where all engines are on one machine."""
+        args, (x, ids) = self._args, tokens
+        inputs, choices, answers = pool.share(x, ids)
+        self._set_tokens(inputs, choices)
+        args.answers = answers.data_ptr()
+        self._run(BETWEEN | ANSWERS)
+        rows = own_rows(choices, places, pool.own)
+        pool.wait(partial(order_answers, choices, places))
+        answers = answers if rows is None else answers[rows]
+        args.answers = answers.data_ptr()
+        self._set_tokens(x, ids)
+        try:
+            return self._sum(0, torch.empty(x.shape, dtype=x.dtype), residual, shared)
+        finally:
+            args.answers = None
+
     def _set_tokens(self, x: Tensor, ids: Tensor) -> None:
         args = self._args
         args.dtype = DTYPES[x.dtype]
@@ -190,7 +211,9 @@ class NativeExperts:
 
     def _run(self, steps: int) -> None:
         self._args.steps = steps
-        self._context.library.cdll.qk_experts(self._context.handle, byref(self._args))
+        failure = self._context.library.cdll.qk_experts(self._context.handle, byref(self._args))
+        if failure:
+            check_barrier(failure)
 
     def _sum(self, steps: int, y: Tensor, residual: Tensor | None, shared: Tensor | None) -> Tensor:
         """Runs `steps`, then fills `y` with the sums."""

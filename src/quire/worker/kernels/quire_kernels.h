@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define QK_ABI_VERSION 15
+#define QK_ABI_VERSION 16
 
 #if defined(__GNUC__)
 #define QK_EXPORT __attribute__((visibility("default")))
@@ -272,6 +272,22 @@ typedef struct {
 } qk_gather_args;
 QK_EXPORT void qk_gather(qk_context* context, const qk_gather_args* args);
 
+/* -- barriers: workers that compute a step together, each in a process of its own ----------------------------------------- */
+
+enum { QK_BARRIER_ABORTED = 1, QK_BARRIER_LATE = 2 };
+
+typedef struct {
+    /* `words` is memory that all of them share, zeroes at first: a cache line whose first int32 is set to 1 by one that sees another
+     * fail (the abort word); then a line for each rank: int32 generation, int32 sleepers, int64 barriers, int64 nanoseconds waited. */
+    int32_t rank, size;
+    int64_t spin_ns;    /* time to look before sleeping */
+    int64_t timeout_ms;
+    void* words;
+} qk_barrier_args;
+/* Returns once all ranks have called it as often as this one: 0. All they wrote before is visible then. QK_BARRIER_ABORTED if the
+ * abort word is set, QK_BARRIER_LATE after the timeout. May be recorded. */
+QK_EXPORT int32_t qk_barrier(qk_context* context, const qk_barrier_args* args);
+
 /* -- mixture of experts ------------------------------------------------------------------------------------------------- */
 
 /* Scores of experts: of all a softmax; of each a sigmoid; or of each choice a softmax of its own (qk_route_args.threshold). */
@@ -298,6 +314,21 @@ typedef struct {
     float* weights;            /* [tokens, chosen] */
 } qk_route_args;
 QK_EXPORT void qk_route(qk_context* context, const qk_route_args* args);
+
+typedef struct {
+    /* The tokens of a step of several engines that share experts. A run of a plan reads it again. */
+    int64_t tokens, first;           /* of all engines, and the number of this engine's first */
+    const qk_barrier_args* barrier;  /* of all engines; NULL: this one is alone, and the answers of others' experts are zeroes */
+} qk_pool_step;
+
+typedef struct {
+    /* Experts that several engines share: each has some, whole, and computes those for the tokens of all, in memory that all map. An engine
+     * writes inputs when all have passed the second barrier of the call before, and answers when all have passed the first of this call. */
+    const qk_pool_step* step;
+    void* inputs;     /* [tokens of all, hidden] */
+    int64_t* choices; /* [tokens of all, chosen] */
+    float* answers;   /* [tokens of all * chosen, hidden]: rows by expert */
+} qk_experts_pool;
 
 /* What a call of qk_experts does: the first matrices, the second ones, the sums. */
 enum { QK_EXPERTS_BETWEEN = 1, QK_EXPERTS_ANSWERS = 2, QK_EXPERTS_SUMS = 4 };
@@ -338,8 +369,11 @@ typedef struct {
     float* answers; /* [tokens * chosen, hidden]: rows by expert; NULL: private memory */
     const int32_t* places; /* [num_experts] order of the experts, in which a worker's are adjacent; NULL: their numbers */
     int32_t first_expert, own_experts; /* places of the experts whose matrices there are */
+    const qk_experts_pool* pool; /* all steps in one call, without `scale_inputs`, `between` and `answers`; the adapters' batch is of the
+                                  * tokens of all engines. NULL: the experts are not shared by engines */
 } qk_experts_args;
-QK_EXPORT void qk_experts(qk_context* context, const qk_experts_args* args);
+/* Returns 0, or with a pool what its barriers return. */
+QK_EXPORT int32_t qk_experts(qk_context* context, const qk_experts_args* args);
 
 /* -- attention -------------------------------------------------------------------------------------------------------- */
 
@@ -398,22 +432,6 @@ QK_EXPORT int32_t qk_end_plan(qk_context* context);
 /* 0, or what a barrier of the plan returned: then the calls after it were not run. */
 QK_EXPORT int32_t qk_run_plan(qk_context* context, qk_plan* plan, const qk_step_args* step);
 QK_EXPORT void qk_destroy_plan(qk_plan* plan);
-
-/* -- barriers: workers that compute a step together, each in a process of its own ----------------------------------------- */
-
-enum { QK_BARRIER_ABORTED = 1, QK_BARRIER_LATE = 2 };
-
-typedef struct {
-    /* `words` is memory that all of them share, zeroes at first: a cache line whose first int32 is set to 1 by one that sees another
-     * fail (the abort word); then a line for each rank: int32 generation, int32 sleepers, int64 barriers, int64 nanoseconds waited. */
-    int32_t rank, size;
-    int64_t spin_ns;    /* time to look before sleeping */
-    int64_t timeout_ms;
-    void* words;
-} qk_barrier_args;
-/* Returns once all ranks have called it as often as this one: 0. All they wrote before is visible then. QK_BARRIER_ABORTED if the
- * abort word is set, QK_BARRIER_LATE after the timeout. May be recorded. */
-QK_EXPORT int32_t qk_barrier(qk_context* context, const qk_barrier_args* args);
 
 /* -- from logits to tokens -------------------------------------------------------------------------------------------- */
 

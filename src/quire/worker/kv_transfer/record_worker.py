@@ -78,9 +78,11 @@ class RecordWorker(KVConnectorWorker):
     @report.setter
     def report(self, report: Report) -> None:
         with self._identity_lock:
-            self._report = report
-            if self._identity is not None:
-                report(self._identity)
+            self._report, identity = report, self._identity
+            if identity is not None:
+                report(identity)
+        if identity is not None and identity.info is not None:
+            self.watch(identity.info["fingerprint"], identity.info["generation"])
 
     def register_kv_caches(self, memory: KVCacheMemory) -> None:
         is_first = self._memory is None
@@ -124,6 +126,10 @@ class RecordWorker(KVConnectorWorker):
     def describe(self) -> dict[str, Any]:
         """Returns what the scheduler half needs to know besides the namespace."""
         return {}
+
+    def watch(self, fingerprint: bytes, generation: int) -> None:
+        """Follows a namespace from now on, on any thread, and reports all of it. Ends what was followed before."""
+        return
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
@@ -204,6 +210,7 @@ class RecordWorker(KVConnectorWorker):
             self.namespace = Namespace(fingerprint, self.directory.key, self._blocks)
             self._identity = KVConnectorOutput(info=info)
             self._report(self._identity)
+        self.watch(fingerprint, generation)
 
 
 def lower_priority() -> None:

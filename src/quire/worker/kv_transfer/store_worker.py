@@ -1,6 +1,8 @@
 """The worker half of the store: its threads.
 
-Loads have a few threads and are shared among them position by position; saves have one, of low priority.
+Loads have a few threads and are shared among them position by position. Saves have one, of low priority, which leaves
+what has become old to another of the engine's priority: beside steps that follow one another it has hardly a turn.
+Raising the priority of a thread again takes rights that few users have.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from pathlib import Path
 from quire.config.engine import EngineConfig
 from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.index import StoreScanner
 from quire.kv_store.record import RecordMac
+from quire.kv_store.watch import Name, StoreWatcher
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorMetadata, SaveOrder
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
 from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
 from quire.worker.kv_transfer.transfers import Load, Namespace, Save
@@ -34,6 +38,9 @@ class StoreWorker(RecordWorker):
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         extra = config.kv_transfer_config.kv_connector_extra_config
+        self._scanner: StoreScanner | None = None
+        """Thread that follows the directory, for KV cache events."""
+        self._watch_lock = threading.Lock()
         directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
         super().__init__(config, rank, directory)
         self._mac = RecordMac(directory.key)
@@ -54,6 +61,23 @@ class StoreWorker(RecordWorker):
         if orders.params and orders.params.get("reset"):
             self._io.saves.put(self.namespace)
 
+    def watch(self, fingerprint: bytes, generation: int) -> None:
+        if not self.config.kv_transfer_config.kv_connector_extra_config.get("publish_store"):
+            return
+        with self._watch_lock:
+            self._stop_watching()
+            if not self.is_closed.is_set():
+                report = partial(self._report_changes, generation)
+                self._scanner = StoreScanner(StoreWatcher(self.directory, fingerprint, report))
+
+    def _report_changes(self, generation: int, added: list[Name], removed: list[Name]) -> None:
+        self._report(KVConnectorOutput(info={"watched": [added, removed], "generation": generation}))
+
+    def _stop_watching(self) -> None:
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None:
+            scanner.stop()
+
     def _make_save(self, order: SaveOrder) -> Save | Audit:
         if order.audit is None:
             return Save(order, self.namespace, self.end)
@@ -66,6 +90,7 @@ class StoreWorker(RecordWorker):
                 task.cancel()
 
     def stop_threads(self) -> bool:
+        self._stop_watching()
         return self._io.stop(END_S)
 
 
@@ -76,10 +101,17 @@ class _IOThreads:
         self.loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self.saves: queue.Queue[Save | Audit | Namespace | None] = queue.Queue()
         """A namespace stands for the order to delete its records."""
+        self._hurried: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Answers to `_hurried`."""
+        self._writer = StoreWriter(directory)
+        """Used by the thread of saves, or by the one that it waits for."""
         self._directory = directory
         self._is_stopping = False
         targets = [self._run_loads] * num_load_threads + [self._run_saves]
         self._threads = [threading.Thread(target=t, name="kv-store", daemon=True) for t in targets]
+        self._hurrying = threading.Thread(target=self._run_hurried, name="kv-store-hurry", daemon=True)
+        self._hurrying.start()
         for thread in self._threads:
             thread.start()
 
@@ -96,9 +128,11 @@ class _IOThreads:
         self.saves.put(None)
         self._threads[-1].join(timeout_s)
         self._is_stopping = True
-        for thread in self._threads:
+        self._hurried.put(None)
+        threads = [*self._threads, self._hurrying]
+        for thread in threads:
             thread.join(max(0.1, end_ts - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
     def _run_loads(self) -> None:
         buffer = RecordBuffer()
@@ -109,11 +143,7 @@ class _IOThreads:
 
     def _run_saves(self) -> None:
         lower_priority()
-        writer = StoreWriter(self._directory)
-
-        def is_awaited() -> bool:
-            return not self.saves.empty()
-
+        writer = self._writer
         task: Save | Audit | Namespace | None
         while not self._is_stopping:
             try:
@@ -124,7 +154,9 @@ class _IOThreads:
             if task is None:
                 break
             if isinstance(task, Save):
-                task.run(writer, is_awaited)
+                if not task.run(writer, self._is_awaited, is_patient=True):
+                    self._hurried.put(task)
+                    self._written.get()
             elif isinstance(task, Audit):
                 task.run()
             else:
@@ -133,6 +165,15 @@ class _IOThreads:
             del task
         _guard(writer.seal)
 
+    def _run_hurried(self) -> None:
+        while (task := self._hurried.get()) is not None:
+            _guard(partial(task.run, self._writer, self._is_awaited))
+            del task
+            self._written.put(None)
+
+    def _is_awaited(self) -> bool:
+        return not self.saves.empty()
+
     def _delete(self, fingerprint: bytes) -> None:
         """Deletes the sealed extents of a namespace."""
         for extent in self._directory.list_extents():
@@ -140,7 +181,7 @@ class _IOThreads:
                 self._directory.evict(extent)
 
 
-def _guard(action: Callable[[], None]) -> None:
+def _guard(action: Callable[[], object]) -> None:
     """Logs an error: a thread that has other work goes on."""
     try:
         action()

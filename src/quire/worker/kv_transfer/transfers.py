@@ -31,6 +31,8 @@ logger = init_logger(__name__)
 
 LATE_S = 2.0
 """Age at which a save gives way to those that wait behind it: the store is slower than the engine."""
+HURRY_S = 0.2
+"""Age from which on a save does not give way to the engine any more."""
 PROGRESS_S = 0.25
 """A load that goes on for longer is reported so often."""
 NO_PLACE = -1
@@ -257,22 +259,33 @@ class Save:
         self.order = order
         self._namespace, self._report = namespace, report
         self._is_cancelled = False
-        self._late_ts = time.monotonic() + LATE_S
+        self._came_at = time.monotonic()
+        self._num_saved = self._num_bytes = 0
+        self._seconds = 0.0
 
     def cancel(self) -> None:
         """Ends the save after the block that is being written."""
         self._is_cancelled = True
 
-    def run(self, writer: StoreWriter, is_awaited: Callable[[], bool] = lambda: False) -> None:
-        """Writes the blocks and reports the end. `is_awaited`: returns whether another save waits for this one."""
+    def run(
+        self, writer: StoreWriter, is_awaited: Callable[[], bool] = lambda: False, *, is_patient: bool = False
+    ) -> bool:
+        """Writes the blocks and reports the end. `is_awaited`: returns whether another save waits for this one.
+
+        Returns False, without a report, if `is_patient` and the save is too old for that: it is to be run again, on a
+        thread that is not."""
         start_ts = time.monotonic()
-        num_saved, num_bytes, reason = 0, 0, "" if self._namespace is not None else "error"
-        for block in self.order.blocks:
+        reason = "" if self._namespace is not None else "error"
+        for block in self.order.blocks[self._num_saved :]:
             if self._is_cancelled or self._namespace is None:
                 break
-            if time.monotonic() >= self._late_ts and is_awaited():
+            age = time.monotonic() - self._came_at
+            if age >= LATE_S and is_awaited():
                 reason = "rate"
                 break
+            if is_patient and age >= HURRY_S:
+                self._seconds += time.monotonic() - start_ts
+                return False
             try:
                 header = self._namespace.header_of(block.group_id, block.key)
                 reason = writer.append(header, [self._namespace.blocks.copy_out(block.group_id, block.block_id)])
@@ -281,13 +294,18 @@ class Save:
                 reason = "error"
             if reason:
                 break
-            num_saved += 1
-            num_bytes += header.record_bytes
+            self._num_saved += 1
+            self._num_bytes += header.record_bytes
+        self._seconds += time.monotonic() - start_ts
+        self._report_end(reason)
+        return True
+
+    def _report_end(self, reason: str) -> None:
+        num_saved = self._num_saved
         outcome: TransferOutcome = "ok"
         if reason:
             outcome = "partial" if num_saved else "failed"
         elif num_saved < len(self.order.blocks):
             outcome = "cancelled"
-        seconds = time.monotonic() - start_ts
-        result = SaveResult(self.order.save_id, num_saved, outcome, num_bytes, seconds, reason)
+        result = SaveResult(self.order.save_id, num_saved, outcome, self._num_bytes, self._seconds, reason)
         self._report(KVConnectorOutput(saves=[result]))

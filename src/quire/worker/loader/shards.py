@@ -87,7 +87,6 @@ class Sharding:
                 f"--enable-expert-parallel: {type(model).__name__} has no experts that --data-parallel-size "
                 f"{pool.group.size} engines could share; leave it out: they are independent then"
             )
-        model.is_plannable = False  # a layer of experts has more tokens than the step
         for experts in mixtures:
             self._pool_layer(experts, pool)
 

@@ -17,7 +17,9 @@ machines. A lost exchange ends the epoch on its machine, and the engine that joi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure, pointer
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -35,10 +37,16 @@ from quire.wire.shared_memory import EPOCHS_BYTES, end_epoch, epoch_start, gener
 from quire.wire.topology import Group, GroupKind
 from quire.wire.worker_link import WorkerNetwork
 from quire.worker.attention.backend import Forward, States
-from quire.worker.kernels.barrier import TIMEOUT_MS, BarrierError, words_bytes
+from quire.worker.attention.native_backend import NativeAttentionBackend
+from quire.worker.kernels.barrier import TIMEOUT_MS, BarrierError, NativeBarrier, words_bytes
 from quire.worker.kernels.base import Kernels
+from quire.worker.kernels.library import PoolStepStruct
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parallel.shm import SharedBuffers, spin_time
+
+MEET_S = 5.0
+"""Longest time until the engines of all machines have met: one that is late is waited for outside of a step, where no
+hang is suspected."""
 
 
 class Standby(Protocol):
@@ -85,7 +93,7 @@ class Machines:
     def _meet(self) -> HostExchange:
         if self._exchange is None:
             try:
-                self._exchange = HostExchange(self.network, self._check, TIMEOUT_MS / 1000)
+                self._exchange = HostExchange(self.network, self._check, TIMEOUT_MS / 1000, MEET_S)
             except ConfigError as e:
                 raise ConfigError(
                     f"hidden states cannot be exchanged at {self.network.address}: --data-parallel-address is an "
@@ -160,10 +168,10 @@ class ExpertsPool:
         """None: this engine is alone."""
         self._machines: Machines | None = None
         """None: there is one machine."""
-        self.num_rows, self.own_rows = 0, range(0)
-        """Tokens of the step, and those that are this engine's."""
         self._firsts = [0] * (1 + group.size)
-        """First token of each engine, and the number of all."""
+        """First token of each engine in the step, and the number of all."""
+        self.step = PoolStepStruct()
+        """The same for native kernels, and the barrier."""
         self.standby: Standby | None = None
         """The experts of the next group, while they are being prepared."""
 
@@ -193,18 +201,36 @@ class ExpertsPool:
             self._machines = Machines(network, here.index == 0, (fd, epoch, generation))
         words = self._words[epoch_start(epoch) :]
         spin_ns = spin_time(self._num_threads)
-        self._barrier = self._kernels.barrier(words[: words_bytes(here.size)], here.index, here.size, spin_ns)
+        self._use(self._kernels.barrier(words[: words_bytes(here.size)], here.index, here.size, spin_ns))
 
     @property
     def network(self) -> WorkerNetwork | None:
         """The machines of the epoch; None: there is one."""
         return None if self._machines is None else self._machines.network
 
+    def _use(self, barrier: Callable[[], None] | None) -> None:
+        self._barrier = barrier
+        if isinstance(barrier, NativeBarrier) and self._machines is None:
+            self.step.barrier = pointer(barrier.args)
+        else:
+            self.step.barrier = None
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[bool]:
+        """Lets this engine run its model alone inside the block, while the others wait for its part of the step.
+        Returns whether it belongs to them, so that the step has to be run again."""
+        barrier = self._barrier
+        self._use(None)
+        try:
+            yield barrier is not None
+        finally:
+            self._use(barrier)
+
     def begin_step(self, num_rows: int, adapters: PooledAdapters | None = None) -> None:
         """Begins a step, in which this engine has `num_rows` tokens. Raises BarrierError."""
         index = self.group.index
         if self.is_alone:
-            self.num_rows, self.own_rows = num_rows, range(num_rows)
+            self._firsts = [0] * (1 + index) + [num_rows] * (self.group.size - index)
             return
         own = None if adapters is None else adapters.take_own()
         if own is None:
@@ -217,14 +243,24 @@ class ExpertsPool:
         self.ready(() if network is None else [Rows(self._counts, lambda machine: _slice(network.ranks(machine)))])
         counts: list[list[int]] = self._counts.tolist()
         lens = [rows for rows, _, _ in counts]
-        firsts = self._firsts = [0, *accumulate(lens)]
-        self.num_rows, self.own_rows = firsts[-1], range(firsts[index], firsts[index + 1])
+        self._firsts = [0, *accumulate(lens)]
+        self.step.tokens, self.step.first = self.num_rows, self.own_rows.start
         if adapters is not None:
             segments = [
                 Segments(self._segments[i, 0, :count], self._segments[i, 1, :count], version) if count else None
                 for i, (_, count, version) in enumerate(counts)
             ]
             adapters.apply(segments, lens, index)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the step."""
+        return self._firsts[-1]
+
+    @property
+    def own_rows(self) -> range:
+        """Those that are this engine's."""
+        return range(*self._firsts[self.group.index : self.group.index + 2])
 
     def tokens_of(self, machine: int) -> slice:
         """Returns the tokens of a machine's engines among all of the step."""
@@ -291,6 +327,18 @@ class LayerTokens:
         return self._inputs[:count], self._choices[:count], self._answers[: count * self._num_choices]
 
     @property
+    def is_remote(self) -> bool:
+        return self._pool.network is not None
+
+    @property
+    def step(self) -> Structure:
+        return self._pool.step
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._inputs, self._choices, self._answers
+
+    @property
     def own(self) -> range:
         """Numbers of this engine's tokens among all, in this step."""
         return self._pool.own_rows
@@ -339,9 +387,13 @@ class PooledRunner(ModelRunner):
         super().__init__(*arguments, **options)
         self.shared_experts = pool
         """The pool of the present group."""
+        if isinstance(self.backend, NativeAttentionBackend):
+            self.backend.rehearsal = lambda: self.shared_experts.rehearsal()
         self.pooled_adapters: PooledAdapters | None = None
         """None: adapters do not change the experts."""
 
     def _call(self, run: Forward, input_ids: Tensor, positions: Tensor) -> States:
         self.shared_experts.begin_step(input_ids.shape[0], self.pooled_adapters)
+        if self.shared_experts.network is not None:
+            run = self.model  # a plan has kernels only, and none of them reaches other machines
         return super()._call(run, input_ids, positions)

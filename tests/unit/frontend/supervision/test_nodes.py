@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+import socket
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
+from quire.config.engine import describe_engine
+from quire.config.engine_args import EngineArgs
 from quire.errors import ConfigError, EngineDeadError
-from quire.frontend.supervision.node import NodeState
+from quire.frontend.client import launcher
+from quire.frontend.supervision.coordinator_launch import CoordinatorPlan
+from quire.frontend.supervision.node import NodeAgent, NodeState
 from quire.frontend.supervision.nodes import NodeTable, RemoteEngine, Served
 from quire.frontend.supervision.quarantine import CoreDeath
-from quire.wire.handshake import PROTOCOL_VERSION
+from quire.wire.handshake import PROTOCOL_VERSION, CoordinatorAddresses
 from quire.wire.nodes import (
     CoreEnd,
     CoreOrder,
@@ -29,6 +36,7 @@ from quire.wire.nodes import (
     network_addresses,
     read_fleet_key,
 )
+from quire.wire.sockets import SocketDirectory
 
 FACTS = {"--dtype": "auto", "--block-size": "16"}
 A, B = b"node-a", b"node-b"
@@ -273,3 +281,53 @@ def test_a_key_file(tmp_path: Path) -> None:
 def test_addresses() -> None:
     assert network_addresses("h", 10) == ["tcp://h:10", "tcp://h:11", "tcp://h:12"]
     assert network_addresses("::1", 10)[0] == "tcp://[::1]:10"
+
+
+def test_engines_of_both_sides_that_share_experts_meet_at_the_same_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = list[CoordinatorPlan]()
+
+    class Supervisor:
+        def __init__(self, plan: CoordinatorPlan, *_: Any) -> None:
+            plans.append(plan)
+            self.addresses: Future[CoordinatorAddresses] = Future()
+            self.addresses.set_result(plan.addresses)
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(launcher, "CoordinatorSupervisor", Supervisor)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    key = tmp_path / "key"
+    key.write_text(make_fleet_key())
+    key.chmod(0o600)
+    fields = {"data_parallel_size": 3, "data_parallel_rpc_port": port, "fleet_key": str(key)}
+    fields["enable_expert_parallel"] = True
+    head = EngineArgs("demo", data_parallel_size_local=1, **fields).create_engine_config("serving")
+    fields |= {"headless": True, "data_parallel_start_rank": 1, "data_parallel_size_local": 2}
+    context: zmq.Context[Any] = zmq.Context()
+    directory = SocketDirectory()
+    made = launcher.EngineLauncher(head, context, directory, log_stats=True)
+    made.start_coordinator(lambda error: None).close()
+    node = NodeAgent(EngineArgs("demo", **fields).create_engine_config("serving"))
+    (plan,), ours, theirs = plans, made.sharing, node._group
+    assert plan.group is not None
+    assert ours is not None
+    assert ours.network is not None
+    assert theirs is not None
+    assert (plan.num_engines, plan.group.size) == (1, 3), "it waits for no engine of another machine"
+    assert theirs.hub == ours.network.hub == plan.group.hub
+    assert theirs.exchange == ours.network.exchange
+    assert node._coordinator == (plan.group.back, plan.group.intake)
+    assert theirs.fleet_key == ours.network.fleet_key
+    assert theirs.machine != ours.network.machine
+    assert describe_engine(head) == describe_engine(node._config)
+    made.close()
+    node.ask_end()
+    node.run()
+    for opened in (made.input_socket, made.output_socket, made._nodes):
+        assert opened is not None
+        opened.close(linger=0)
+    context.term()
+    directory.remove()

@@ -10,17 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.lora_request import LoRARequest
-from quire.wire.shared_memory import begin_epoch, end_epoch, make_experts_file
+from quire.wire.shared_memory import begin_epoch, end_epoch, has_epoch_ended, make_experts_file
+from quire.worker.attention.native_backend import StepPlanner
 from quire.worker.kernels.barrier import BarrierError
 from quire.worker.kernels.library import NativeLibrary
 from quire.worker.kernels.reference import TORCH_KERNELS
 from quire.worker.layers.moe import Experts
 from quire.worker.lora import sites
+from quire.worker.parallel.pool import Machines, Rows
 from quire.worker.worker import Worker
 from tests.checkpoints import MakeCheckpoint
 
@@ -89,12 +92,19 @@ def check_bits(
             rows = logits[step][list(prompts)]
             assert torch.equal(run.logits[step].view(torch.int32), rows.view(torch.int32)), (prompts, step)
             assert run.tokens[step] == [tokens[step][i] for i in prompts]
+        assert is_planned(run.worker) or parts
     assert sum(map(num_weights, workers)) == num_weights(whole)
     assert all(map(num_weights, workers))
     for pool in [worker._pool for worker in workers] if parts else []:
         assert pool is not None
         pool.close()
     return workers
+
+
+def is_planned(worker: Worker) -> bool:
+    """Returns whether the last step ran from a plan."""
+    planner = worker.runner._run_model
+    return isinstance(planner, StepPlanner) and planner.is_planned
 
 
 def num_weights(worker: Worker) -> int:
@@ -116,6 +126,26 @@ def test_engines_on_several_machines_have_the_bits_of_one(
 ) -> None:
     flags = {"dtype": "bfloat16", **BY_TURNS}
     check_bits(tiny_checkpoint("mixtral"), THREE, library, monkeypatch, parts, **flags)
+
+
+def test_a_lost_exchange_ends_the_epoch_of_its_machine() -> None:
+    networks, file = make_networks((1, 1)), make_experts_file()
+    first, second = (Machines(network, True, (file, 1 + i, 0)) for i, network in enumerate(networks))
+    rows = [Rows(torch.zeros(2, 3), lambda machine: slice(machine, machine + 1))]
+    in_threads([lambda: first.pass_on(rows), lambda: second.pass_on(rows)])
+    first.close()
+    with pytest.raises(BarrierError, match="the connection to the first machine's workers has ended"):
+        second.pass_on(rows)
+    assert (has_epoch_ended(file, 1), has_epoch_ended(file, 2)) == (False, True)
+    second.close()
+    end_epoch(file, 1)
+    with pytest.raises(BarrierError, match="another engine of the step has ended"):
+        first.pass_on(rows)
+    taken = Machines(msgspec.structs.replace(networks[0], address="tcp://192.0.2.1:9"), True, (file, 3, 0))
+    with pytest.raises(ConfigError, match="the first of seven free ports there"):
+        taken.pass_on(rows)
+    follower = Machines(networks[0], False, (file, 1, 0))
+    follower.pass_on(rows)  # another engine of its machine does
 
 
 @pytest.mark.slow
@@ -187,6 +217,7 @@ def run_resized(
                 own,
                 step,
             )
+        assert is_planned(run.worker)
     return [run.worker for run in done][: list(sizes.values())[-1]]
 
 
