@@ -33,7 +33,7 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(directory: Path, **extra: Any) -> Any:
-    peers = {**PEERS, "kv_connector_extra_config": {"path": "unused", "peers": ["10.0.0.0/8"], **extra}}
+    peers = {**PEERS, "kv_connector_extra_config": {"path": str(directory.parent / "peers"), "peers": ["10.0.0.0/8"], **extra}}
     return EngineArgs(
         "demo", kv_store=str(directory), kv_store_size=1 << 30, kv_transfer_config=peers
     ).create_engine_config()
