@@ -116,6 +116,16 @@ def round_trip(executor: Executor, num_bytes: int, count: int = 2000) -> list[fl
     return sorted(times)
 
 
+def step_round_trip(executor: Executor, num_bytes: int, count: int = 2000) -> list[float]:
+    """Returns the times of steps without tokens, of `num_bytes`, sorted: one worker answers."""
+    times, output = [], SchedulerOutput([], finished_req_ids={"x" * num_bytes})
+    for _ in range(count):
+        start = time.perf_counter()
+        executor.execute_model(output)
+        times.append(time.perf_counter() - start)
+    return sorted(times)
+
+
 def time_barriers(worker: Any, count: int) -> list[float]:
     """Returns the times of barriers with nothing else to do, sorted. Runs in every worker."""
     ready, times = worker._collectives.ready, list[float]()
@@ -156,6 +166,7 @@ def main() -> None:
             f"speed {single / many:.3f} of one worker's"
         )
     show("a call of all workers, 10 KB", round_trip(several.executor, 10_000))
+    show("a step without tokens, 10 KB", step_round_trip(several.executor, 10_000))
     if options.workers > 1:
         barriers = several.executor.collective_rpc("call_function", args=("parallel:time_barriers", [20_000], {}))
         show("a barrier", barriers[0])

@@ -177,9 +177,10 @@ def _most_cpus(nodes: Sequence[RayNode]) -> int:
     return max((int(node.cpus) for node in nodes), default=0)
 
 
-PREFIXES = ("QUIRE_", "NCCL_", "UCX_", "HF_", "HUGGING_FACE_")
+PREFIXES = ("QUIRE_", "VLLM_", "NCCL_", "UCX_", "HF_", "HUGGING_FACE_")
 NAMES = frozenset({"PYTHONHASHSEED"})
-NEVER = frozenset({"QUIRE_API_KEY", "QUIRE_HOST_IP", "QUIRE_PORT", "LOCAL_RANK"})
+_OWN = ("API_KEY", "HOST_IP", "PORT")
+NEVER = frozenset(f"{prefix}{name}" for prefix in ("QUIRE_", "VLLM_") for name in _OWN) | {"LOCAL_RANK"}
 
 
 def actor_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:

@@ -116,6 +116,8 @@ def test_the_environment_of_an_actor() -> None:
     environ = {
         "QUIRE_CACHE_ROOT": "/c",
         "QUIRE_API_KEY": "secret",
+        "VLLM_API_KEY": "secret",
+        "VLLM_RAY_DP_PACK_STRATEGY": "span",
         "HF_HOME": "/h",
         "NCCL_DEBUG": "1",
         "PYTHONHASHSEED": "0",
@@ -129,6 +131,7 @@ def test_the_environment_of_an_actor() -> None:
     assert passed.pop("PYTHONPATH")
     assert passed == {
         "QUIRE_CACHE_ROOT": "/c",
+        "VLLM_RAY_DP_PACK_STRATEGY": "span",
         "HF_HOME": "/h",
         "NCCL_DEBUG": "1",
         "PYTHONHASHSEED": "0",
