@@ -25,7 +25,7 @@ from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadR
 from .test_peer_scheduler import ADDRESS, FULL, IDENTITY, OFFER, SIZE
 from .test_store_scheduler import FINGERPRINT, PAYLOAD_BYTES
 
-SERVER = "ipc://blocks"
+SERVER = "ipc:///blocks"
 PEERS = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "E"}
 IDENTITIES: dict[str, dict[str, Any]] = {
     "store": {"fingerprint": FINGERPRINT, "generation": 0, "payload_bytes": [PAYLOAD_BYTES]},
@@ -46,7 +46,6 @@ class Both:
 
     def __init__(self, directory: Path, **extra: Any) -> None:
         config = config_of(directory, **extra)
-        StoreAndPeersScheduler.check_config(config)
         self.half = StoreAndPeersScheduler(config, KVCacheConfig(10, [], [KVCacheGroupSpec(["0"], FULL)]))
         self.directory = StoreDirectory.open(directory, 1 << 30)
         for part, info in IDENTITIES.items():
@@ -164,5 +163,9 @@ def test_messages_say_which_part_they_are_for(both: Both) -> None:
 
 def test_the_configuration_of_each_part_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
+    StoreAndPeersScheduler.check_config(config_of(tmp_path / "store"))
     with pytest.raises(ConfigError):
         StoreAndPeersScheduler.check_config(config_of(tmp_path / "file"))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match="this engine has none"):
+        StoreAndPeersScheduler.check_config(config_of(tmp_path / "other" / "store", tiers=[SERVER]))
