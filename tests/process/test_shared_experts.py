@@ -249,14 +249,17 @@ async def generate_all(
     num_tokens: int = 60,
     **fields: Any,
 ) -> list[list[int]]:
-    """Returns the texts of six requests. `disturb` goes on meanwhile."""
+    """Returns the texts of six requests, which are repeated while `disturb` goes on."""
     async with mixture(path, size, **fields) as engine:
-        tasks = [asyncio.create_task(generate(engine, i, num_tokens)) for i in range(6)]
-        if disturb is not None:
-            await disturb(dp_client(engine))
-        tokens = await asyncio.gather(*tasks)
+        disturbing = None if disturb is None else asyncio.create_task(disturb(dp_client(engine)))  # type: ignore[arg-type]
+        rounds = [await asyncio.gather(*(generate(engine, i, num_tokens) for i in range(6)))]
+        while disturbing is not None and not disturbing.done():  # it wants requests as long as it goes on
+            rounds.append(await asyncio.gather(*(generate(engine, i, num_tokens) for i in range(6))))
+        if disturbing is not None:
+            await disturbing
         assert engine.counts["deaths"] == (disturb is kill_one)
-        return tokens
+        assert all(tokens == rounds[0] for tokens in rounds)
+        return rounds[0]
 
 
 def mixture_args(path: Path, **fields: Any) -> EngineArgs:

@@ -259,7 +259,7 @@ class ExpertsPool:
 
     @property
     def own_rows(self) -> range:
-        """Those that are this engine's."""
+        """Tokens of this engine, among all."""
         return range(*self._firsts[self.group.index : self.group.index + 2])
 
     def tokens_of(self, machine: int) -> slice:

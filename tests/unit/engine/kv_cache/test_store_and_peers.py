@@ -25,6 +25,7 @@ from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadR
 from .test_peer_scheduler import ADDRESS, FULL, IDENTITY, OFFER, SIZE
 from .test_store_scheduler import FINGERPRINT, PAYLOAD_BYTES
 
+SERVER = "ipc:///blocks"
 PEERS = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "E"}
 IDENTITIES: dict[str, dict[str, Any]] = {
     "store": {"fingerprint": FINGERPRINT, "generation": 0, "payload_bytes": [PAYLOAD_BYTES]},
@@ -33,7 +34,8 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(directory: Path, **extra: Any) -> Any:
-    peers = {**PEERS, "kv_connector_extra_config": {"path": str(directory.parent / "peers"), "peers": ["10.0.0.0/8"], **extra}}
+    extra = {"path": str(directory.parent / "peers"), "peers": ["10.0.0.0/8"], **extra}
+    peers = {**PEERS, "kv_connector_extra_config": extra}
     return EngineArgs(
         "demo", kv_store=str(directory), kv_store_size=1 << 30, kv_transfer_config=peers
     ).create_engine_config()
@@ -44,7 +46,6 @@ class Both:
 
     def __init__(self, directory: Path, **extra: Any) -> None:
         config = config_of(directory, **extra)
-        StoreAndPeersScheduler.check_config(config)
         self.half = StoreAndPeersScheduler(config, KVCacheConfig(10, [], [KVCacheGroupSpec(["0"], FULL)]))
         self.directory = StoreDirectory.open(directory, 1 << 30)
         for part, info in IDENTITIES.items():
@@ -105,13 +106,13 @@ def test_each_source_says_what_it_has_and_the_longer_one_is_the_answer(both: Bot
     assert longest.num_tokens == 28
 
 
-@pytest.mark.parametrize("both", [{"tiers": [ADDRESS]}], indirect=True)
+@pytest.mark.parametrize("both", [{"tiers": [SERVER]}], indirect=True)
 def test_a_peer_that_is_asked_first_postpones_the_answer_of_both(both: Both) -> None:
     request = both.add()
     both.write(request, 3)
     assert both.half.find_matches(request, 0) is None
     assert both.half.get_num_new_matched_tokens(request, 0) is None
-    both.tell("peers", {"have": {"r": {ADDRESS: pack_bits([False] * 7)}}})
+    both.tell("peers", {"have": {"r": {SERVER: pack_bits([False] * 7)}}})
     assert [match.source for match in both.half.find_matches(request, 0) or ()] == ["disk"]
 
 
@@ -162,5 +163,9 @@ def test_messages_say_which_part_they_are_for(both: Both) -> None:
 
 def test_the_configuration_of_each_part_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
+    StoreAndPeersScheduler.check_config(config_of(tmp_path / "store"))
     with pytest.raises(ConfigError):
         StoreAndPeersScheduler.check_config(config_of(tmp_path / "file"))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match="this engine has none"):
+        StoreAndPeersScheduler.check_config(config_of(tmp_path / "other" / "store", tiers=[SERVER]))
