@@ -159,7 +159,7 @@ def test_speculation_changes_nothing(
     assert accepted <= drafted
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_a_prediction_changes_nothing_but_the_time(alone: list[RequestOutput], method: str) -> None:
     speculation = {"method": method, "num_speculative_tokens": 8, "adaptive": False}
     prompts = [{"prompt": q, "prediction": alone[i].outputs[0].text} for i, (q, _) in enumerate(REQUESTS)]

@@ -259,7 +259,7 @@ def test_the_output_is_that_without_speculation(
     assert (num_preemptions(outputs) > 0) == (company == "preempted")
     assert "the drafter failed" not in caplog.text
     accepted, drafted = counted.get("spec_decode_num_accepted_tokens", 0), counted["spec_decode_num_draft_tokens"]
-    assert drafted > 100
+    assert drafted > (100 if some == ALL else 50)
     if method == "right":
         assert accepted > 0.6 * drafted
 

@@ -80,7 +80,7 @@ def alone(adapters: list[LoRARequest | None]) -> dict[str, Any]:
     "flags",
     [
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),  # tests/process/test_workers.py
-        {"tensor_parallel_size": 2, "speculative_config": NGRAM},
+        pytest.param({"tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow),
         {"pipeline_parallel_size": 2},
         pytest.param({"pipeline_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow),
         pytest.param({"pipeline_parallel_size": 2, "num_gpu_blocks_override": 35}, marks=pytest.mark.slow),

@@ -241,9 +241,8 @@ PLACES = ("lora.remove", "lora.pack", "lora.read", "lora.install")
 """The first comes to pass in a core that has packed all adapters, the others in cores that begin with none."""
 
 
-@pytest.mark.parametrize(
-    ("num_adapters", "num_resident", "num_kills"), [(6, 3, 0), pytest.param(200, 120, 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_adapters", "num_resident", "num_kills"), [(8, 3, 0), (200, 120, 12)])
 def test_deaths_where_adapters_are_read_packed_installed_and_removed(
     num_adapters: int,
     num_resident: int,

@@ -65,7 +65,7 @@ LUCKY_SEEDS: dict[str, dict[str, int]] = {
     "tiered": {
         "accepted_for_other_tokens": 25, "accepted_from_the_first_worker": 115, "accepted_past_a_failure": 16,
         "counted_before_it_has_ended": 16, "end_unnoticed": 19, "fails_instead_of_waiting": 19,
-        "freed_while_written": 3, "load_survives_its_request": 3, "loaded_beside_a_step": 36,
+        "freed_while_written": 3, "load_survives_its_request": 3, "loaded_beside_a_step": 30,
         "postponed_block_is_not_looked_at": 65, "saved_before_it_is_computed": 19, "store_of_the_old_weights": 9,
     },
 }  # fmt: skip

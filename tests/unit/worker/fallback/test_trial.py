@@ -94,7 +94,7 @@ def test_a_wrong_window_is_found(view: View, monkeypatch: pytest.MonkeyPatch) ->
         certify("MistralForCausalLM")
 
 
-@pytest.mark.parametrize("key", ["scaling", "softcap", "s_aux"])
+@pytest.mark.parametrize("key", ["scaling", "softcap", pytest.param("s_aux", marks=pytest.mark.slow)])
 def test_a_lost_argument_of_attention_is_found(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attend, record = interface.attend, interface.record
 
