@@ -78,7 +78,7 @@ def check_new_weights(out: str) -> None:
 def check_streams(out: str) -> None:
     *answers, first = out.splitlines()
     assert len(answers) == 3
-    assert all(int(line.split()[-2]) > 5 for line in answers)
+    assert all(int(line.split()[-2]) > 1 for line in answers)  # tokens that come while the reader waits are one piece
     assert first.startswith("first piece: ")
 
 
