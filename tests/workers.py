@@ -1,4 +1,4 @@
-"""Shares the files of tests among processes forked from one that has collected them (`--workers 3`).
+"""Shares the files of tests among processes forked from one that has collected them (`--workers 4`).
 
 All tests are imported and collected once, however many workers there are. A file is run by one worker, so that its
 fixtures are made once; a worker that has no file left takes the next one, long files first. Tests that start servers

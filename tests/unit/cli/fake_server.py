@@ -102,6 +102,9 @@ class FakeServer:
         gone = asyncio.ensure_future(reader.read(1))
         try:
             return await self._write_events(writer, reply, gone) and not gone.done()
+        except ConnectionError:  # a write may notice it before the read does
+            self._note_hung_up()
+            return False
         finally:
             gone.cancel()
             await asyncio.wait([gone])
@@ -114,8 +117,7 @@ class FakeServer:
             await asyncio.wait([nearest, gone], return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not nearest.done():
                 nearest.cancel()
-                self.num_hung_up += 1
-                self.hung_up.set()
+                self._note_hung_up()
                 return False
             event = await nearest
             if event is None:
@@ -127,6 +129,10 @@ class FakeServer:
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
+
+    def _note_hung_up(self) -> None:
+        self.num_hung_up += 1
+        self.hung_up.set()
 
     @staticmethod
     def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
