@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -243,11 +244,12 @@ def test_what_cannot_be_loaded_is_computed_or_fails(saved: Path, is_async: bool)
     engine.add("a")
     damaged = saved / engine.scheduler.requests["a"].block_hashes[2].hex() / "layer.safetensors"
     damaged.unlink()
+    other = shutil.copytree(saved, saved.with_name(f"{saved.name}-damaged"))  # the first engine saves what it computes
     engine.finish()
     assert engine.num_external == {"a": 8}
     assert engine.reasons == {"a": FinishReason.LENGTH}
+    options["shared_storage_path"] = str(other)
     failing = Engine(settle(DISK, "DiskConnector", policy="fail", **options))
-    damaged.unlink(missing_ok=True)
     failing.add("a")
     failing.finish()
     assert failing.reasons == {"a": FinishReason.ERROR}
