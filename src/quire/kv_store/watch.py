@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow, open_extent
+from quire.wire.kv_peers import RecordName
 
 NAMES_PER_REPORT = 1024
 
-Name = tuple[int, bytes]
-"""Group and digest of a block."""
-Changes = Callable[[list[Name], list[Name]], None]
+Changes = Callable[[list[RecordName], list[RecordName]], None]
 """Takes blocks that are there from now on, and blocks that are not there any more."""
 
 
@@ -26,7 +25,7 @@ Changes = Callable[[list[Name], list[Name]], None]
 class _Extent:
     """An extent that was read. `end`: offset after its last known record."""
 
-    names: list[Name] = field(default_factory=list)
+    names: list[RecordName] = field(default_factory=list)
     end: int = 0
     is_sealed: bool = False
 
@@ -39,13 +38,13 @@ class StoreWatcher:
         self._namespace = fingerprint.hex()[:NAMESPACE_DIGITS]
         self._extents: dict[tuple[str, int], _Extent] = {}
         """Extents by name and inode."""
-        self._counts = Counter[Name]()
+        self._counts = Counter[RecordName]()
         """Number of records of each block."""
 
     def scan(self) -> None:
         """Reads what was written since the last scan, forgets what is gone, and reports both. Raises OSError."""
         files = [file for file in self.directory.list_extents() if file.namespace == self._namespace]
-        was_there: dict[Name, bool] = {}
+        was_there: dict[RecordName, bool] = {}
         """Blocks that were touched, and True for those that were there before."""
         present = {(file.name, file.inode) for file in files}
         for key in [key for key in self._extents if key not in present]:

@@ -11,7 +11,8 @@ from quire.kv_store import watch
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
-from quire.kv_store.watch import Name, StoreWatcher
+from quire.kv_store.watch import StoreWatcher
+from quire.wire.kv_peers import RecordName
 
 OURS, OTHERS = b"o" * 32, b"x" * 32
 SAME_BEGINNING = OURS[:8] + b"y" * 24
@@ -22,7 +23,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.directory = StoreDirectory.open(path, 1 << 30)
-        self.reports: list[tuple[list[Name], list[Name]]] = []
+        self.reports: list[tuple[list[RecordName], list[RecordName]]] = []
         self.watcher = StoreWatcher(self.directory, OURS, lambda added, removed: self.reports.append((added, removed)))
 
     def write(self, writer: ExtentWriter, *numbers: int, group: int = 0) -> None:

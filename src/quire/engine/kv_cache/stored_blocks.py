@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from quire.engine.kv_cache.changes import Change, TierBlocks
 from quire.wire.block_hash import BlockHash
-
-Name = tuple[int, bytes]
-"""Group and digest of a block."""
+from quire.wire.kv_peers import RecordName
 
 
 class StoredBlocks:
     """The blocks of which each worker has a record, and how they have changed since the last `take`."""
 
     def __init__(self, num_workers: int) -> None:
-        self._by_rank: list[dict[Name, None]] = [{} for _ in range(num_workers)]
+        self._by_rank: list[dict[RecordName, None]] = [{} for _ in range(num_workers)]
         self._changes: list[Change] = []
 
     def update(
@@ -23,7 +21,7 @@ class StoredBlocks:
     ) -> None:
         """Takes in a report of one worker; names are pairs."""
         own = self._by_rank[rank]
-        stored: list[Name] = []
+        stored: list[RecordName] = []
         for name in map(_as_name, added):
             if name not in own:
                 own[name] = None
@@ -49,18 +47,18 @@ class StoredBlocks:
         changes, self._changes = self._changes, []
         return _describe([name for name in self._by_rank[0] if self._is_stored(name)]) if everything else changes
 
-    def _is_stored(self, name: Name) -> bool:
+    def _is_stored(self, name: RecordName) -> bool:
         return all(name in names for names in self._by_rank)
 
 
-def _as_name(pair: Sequence[int | bytes]) -> Name:
+def _as_name(pair: Sequence[int | bytes]) -> RecordName:
     group_id, digest = pair
     assert isinstance(group_id, int)
     assert isinstance(digest, bytes)
     return group_id, digest
 
 
-def _describe(names: Iterable[Name]) -> list[Change]:
+def _describe(names: Iterable[RecordName]) -> list[Change]:
     by_group: dict[int, list[BlockHash]] = {}
     for group_id, digest in names:
         by_group.setdefault(group_id, []).append(digest)

@@ -37,9 +37,9 @@ logger = init_logger(__name__)
 LET_GO_S = 1.0
 """Seconds that a reset waits for transfers to end."""
 _TIERS = {"p2p": "peer"}
-"""Tiers of sources that have another name."""
+"""Names of tiers in Quire's metric, of the sources that are called otherwise."""
 _LABELS = {"remote": "p2p"}
-"""The same for the labels of vLLM's metric, which has none for block servers."""
+"""Labels in vLLM's metric, of the sources that it has no label for."""
 PREFILL_TOKENS = 32
 """Steps of so many tokens, and of so many per request, show what computing prompts costs."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Structure, byref, pointer
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -193,9 +192,9 @@ class NativeExperts:
         self._set_tokens(inputs, choices)
         args.answers = answers.data_ptr()
         self._run(BETWEEN | ANSWERS)
-        rows = own_rows(choices, places, pool.own)
-        pool.wait(partial(order_answers, choices, places))
-        answers = answers if rows is None else answers[rows]
+        order = order_answers(choices, places)
+        pool.wait(lambda: order)
+        answers = answers[own_rows(order, ids.shape[1], pool.own)]
         args.answers = answers.data_ptr()
         self._set_tokens(x, ids)
         try:
@@ -235,13 +234,9 @@ def order_answers(choices: Tensor, places: Tensor | None) -> Tensor:
     return torch.argsort(experts if places is None else places[experts], stable=True)
 
 
-def own_rows(choices: Tensor, places: Tensor | None, own: range) -> Tensor | None:
+def own_rows(order: Tensor, k: int, own: range) -> Tensor:
     """Returns which of the kernel's answers are for the tokens `own`, in the order in which it would have them with
-    these alone. None: all."""
-    n, k = choices.shape
-    if len(own) == n:
-        return None
-    order = order_answers(choices, places)
+    these alone. `order`: that of all answers; each token has `k`."""
     return ((order >= own.start * k) & (order < own.stop * k)).nonzero().flatten()
 
 

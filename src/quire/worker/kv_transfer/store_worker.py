@@ -20,8 +20,9 @@ from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreScanner
 from quire.kv_store.record import RecordMac
-from quire.kv_store.watch import Name, StoreWatcher
+from quire.kv_store.watch import StoreWatcher
 from quire.logger import init_logger
+from quire.wire.kv_peers import RecordName
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
 from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
@@ -70,7 +71,7 @@ class StoreWorker(RecordWorker):
                 report = partial(self._report_changes, generation)
                 self._scanner = StoreScanner(StoreWatcher(self.directory, fingerprint, report))
 
-    def _report_changes(self, generation: int, added: list[Name], removed: list[Name]) -> None:
+    def _report_changes(self, generation: int, added: list[RecordName], removed: list[RecordName]) -> None:
         self._report(KVConnectorOutput(info={"watched": [added, removed], "generation": generation}))
 
     def _stop_watching(self) -> None:
@@ -102,8 +103,9 @@ class _IOThreads:
         self.saves: queue.Queue[Save | Audit | Namespace | None] = queue.Queue()
         """A namespace stands for the order to delete its records."""
         self._hurried: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        """Saves that have become old, for the thread of the engine's priority."""
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Answers to `_hurried`."""
+        """One entry for each save that this thread has ended."""
         self._writer = StoreWriter(directory)
         """Used by the thread of saves, or by the one that it waits for."""
         self._directory = directory

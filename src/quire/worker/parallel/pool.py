@@ -171,7 +171,7 @@ class ExpertsPool:
         self._firsts = [0] * (1 + group.size)
         """First token of each engine in the step, and the number of all."""
         self.step = PoolStepStruct()
-        """The same for native kernels, and the barrier."""
+        """Numbers of the step's tokens and the barrier, as native kernels read them."""
         self.standby: Standby | None = None
         """The experts of the next group, while they are being prepared."""
 
@@ -218,7 +218,7 @@ class ExpertsPool:
     @contextmanager
     def rehearsal(self) -> Iterator[bool]:
         """Lets this engine run its model alone inside the block, while the others wait for its part of the step.
-        Returns whether it belongs to them, so that the step has to be run again."""
+        Enters with whether it belongs to them, so that the step has to be run again."""
         barrier = self._barrier
         self._use(None)
         try:
