@@ -32,7 +32,10 @@ SHOWS: dict[str, str] = {
         r"whole: 400 tokens, length\naborted: \d+ tokens, abort\ncontext: 2048\ntokens: \[\d+, \d+\]\n"
         r""
     ),
-    "offline/async_streaming": r"(?=[^$]*stream-0: ([2-9]|\d\d) pieces: '.*same tokens)(?=[^$]*stream-1)(?=[^$]*stream-2)",
+    "offline/async_streaming": (
+        r"(?=[^$]*stream-0: ([2-9]|\d\d) pieces: '.*same tokens)(?=[^$]*stream-1)"
+        r"(?=[^$]*stream-2)"
+    ),
     "offline/batch_inference": r"$",
     "offline/beam_search": r"( +-\d+\.\d+  1\d tokens  '.+'\n){9}$",
     "offline/chat": rf"one: {ANSWER}.*\n(of many: {ANSWER}.*\n){{3}}parts: {ANSWER}",
