@@ -37,7 +37,7 @@ from quire.wire.nodes import derive_keys
 from quire.wire.shared_memory import has_epoch_ended, make_experts_file, note_epoch
 
 WORK, NONE, PAUSING = Vote(True, False), Vote(False, False), Vote(False, True)
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Table:

@@ -63,7 +63,7 @@ class Engine:
         self._next_id = 0
 
     def wait(self) -> KVConnectorOutput:
-        return self.reports.get(timeout=30)
+        return self.reports.get(timeout=120)
 
     def lease(self, keys: list[BlockKey], block_ids: list[list[int]], name: str = "lease") -> SaveOrder:
         self._next_id += 1

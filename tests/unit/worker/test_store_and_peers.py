@@ -42,7 +42,7 @@ class Engine:
         self.info = {info["part"]: info["info"] for info in infos}
 
     def wait(self) -> KVConnectorOutput:
-        return self.reports.get(timeout=30)
+        return self.reports.get(timeout=120)
 
     def order(self, **orders: Any) -> KVConnectorOutput:
         self.worker.start(KVConnectorMetadata(**orders))

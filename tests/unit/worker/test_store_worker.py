@@ -96,7 +96,7 @@ class Engine:
         self._next_id = 0
 
     def wait(self) -> KVConnectorOutput:
-        return self.reports.get(timeout=30)
+        return self.reports.get(timeout=120)
 
     def next_id(self) -> int:
         self._next_id += 1
@@ -375,12 +375,12 @@ def test_a_late_save_gives_way_to_the_next_one(
 
     def wait(name: str, key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     monkeypatch.setattr(transfers, "LATE_S", 0.0)
     with injected("kv.write", wait):
         engine.worker.start(KVConnectorMetadata(saves=[first]))
-        assert begun.wait(30)
+        assert begun.wait(120)
         engine.worker.start(KVConnectorMetadata(saves=[second]))
         go_on.set()
         (result,) = engine.wait().saves
@@ -413,11 +413,11 @@ def test_a_cancel_ends_a_load_between_records_and_is_answered_once(make_engine: 
 
     def wait(name: str, key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     with injected("kv.read", wait):
         engine.worker.start(KVConnectorMetadata(loads=[order]))
-        assert begun.wait(30)
+        assert begun.wait(120)
         engine.worker.start(KVConnectorMetadata(cancels=[order.load_id]))
         engine.worker.start(KVConnectorMetadata(cancels=[order.load_id]))
         assert engine.reports.empty(), "its blocks are still being written"
@@ -439,11 +439,11 @@ def test_a_cancelled_load_that_had_not_begun_ends_at_once(make_engine: Callable[
 
     def wait(name: str, key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     with injected("kv.read", wait):
         engine.worker.start(KVConnectorMetadata(loads=[first]))
-        assert begun.wait(30)
+        assert begun.wait(120)
         engine.worker.start(KVConnectorMetadata(loads=[second]))
         engine.worker.start(KVConnectorMetadata(cancels=[second.load_id]))
         (result,) = engine.wait().loads

@@ -110,7 +110,7 @@ class Machines:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
 
 
@@ -150,7 +150,7 @@ def test_workers_of_another_machine_are_called_as_those_of_this_one(
     assert executor.collective_rpc("__getattribute__", args=("num_blocks",)) == [7, 8]
     assert executor.execute_model(step()) == ModelRunnerOutput(["r"], [[1]]), "the last stage answers"
     load = AdapterLoad(LoRARequest("a", 1, "/nowhere"), 0)
-    assert executor.load_adapter(load).result(30) == AdapterInfo(1, 0, "same", 100 + 101, 4), "answered beside steps"
+    assert executor.load_adapter(load).result(120) == AdapterInfo(1, 0, "same", 100 + 101, 4), "answered beside steps"
     executor.drop_adapter((1, 0))
     assert executor.collective_rpc("get_loaded") == [[], []]
     with pytest.raises(ModelLoadError, match=r"^/x does not fit$"):
