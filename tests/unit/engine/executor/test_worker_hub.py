@@ -3,7 +3,6 @@ one another by loopback; the workers have no model (tests/workers_apart.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -33,18 +32,9 @@ from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from quire.wire.nodes import make_fleet_key, read_fleet_key
 from quire.wire.worker_link import Abort, WorkersHello, WorkersRefusal, WorkersWelcome
+from tests.ports import free_ports
 
 from .test_multiproc import is_gone, step
-
-
-def free_ports(count: int = 2) -> int:
-    """Returns the first of so many ports that are free."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = int(stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
-            for port in range(first + 1, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 def write_key(path: Path) -> str:
