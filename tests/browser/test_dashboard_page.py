@@ -276,9 +276,9 @@ def test_figures_of_a_server_that_is_gone_are_dimmed(browser: Any) -> None:
 
 
 def test_a_restart_of_the_core_is_told(browser: Any, tmp_path: Path) -> None:
-    """The second core takes five seconds longer: the page, which asks once a second, must see that there is none."""
+    """The second core takes four seconds longer: the page, which asks once a second, must see that there is none."""
     killed = tmp_path / "killed"
-    with serving(*FLAGS, env={"QUIRE_FAILPOINTS": f"worker.load=sleep(5),after={killed}"}) as server:
+    with serving(*FLAGS, env={"QUIRE_FAILPOINTS": f"core.start=sleep(4),after={killed}"}) as server:
         window = Window(browser, server.url)
         page = window.open("/ui/dashboard")
         wait_for_tile(page, "running", "^0of 8")
