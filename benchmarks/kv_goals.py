@@ -10,13 +10,15 @@ saves: prompts without pause into a store of 256 MiB: seconds from computed to s
 index: a directory with 1,000,000 blocks: seconds of the first scan, bytes in memory, a look-up of 8,192 tokens.
 steps: what a store costs the scheduler where nothing is hit: microseconds of a step, and of each block that gets full.
 events: KV cache events: blocks per second through the publisher to a subscriber, and what each costs the core's loop.
-peers: the first token of a prompt of 4,096 tokens after a restart, beside vLLM (benchmarks/peers/setup vllm).
+peers: the first token of a prompt of 4,096 tokens after a restart: with the store, beside vLLM, which computes it, and
+llama.cpp, which reads a slot's file (benchmarks/peers/setup vllm llamacpp). --once makes one start of each of --peers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -534,52 +536,77 @@ def subscribe(endpoint: str, num_blocks: int) -> None:
 # -- peers ----------------------------------------------------------------------------------------------------------
 
 PEER_TOKENS = 4096
+PEER_NAMES = ("quire", "vllm", "llamacpp")
 
 
-def measure_peers(model: str, directory: Path, names: Sequence[str] = ("quire", "vllm")) -> None:
-    """Each engine answers a prompt, is killed, is started again, and answers it again."""
-    shutil.rmtree(directory, ignore_errors=True)
+def measure_peers(model: str, directory: Path, names: Sequence[str], limit_s: float, *, is_once: bool) -> None:
+    """Each engine answers a prompt, is killed, is started again, and answers it again. `is_once`: one start of each;
+    what a start before it has left in `directory` is its past."""
+    if not is_once:
+        shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    results_file = directory / "results.json"
+    results: dict[str, list[list[float]]] = json.loads(results_file.read_text()) if results_file.exists() else {}
     place = Place(DEFAULT_HOME, tuple(sorted(os.sched_getaffinity(0))), kv_cache_gib=4.0)
     print(f"| {PEER_TOKENS} tokens | first token | after a restart | start and first token then |\n|---|--:|--:|--:|")
     for name in names:
-        missing = PEERS[name].missing(place, model)
-        if missing is not None:
-            print(f"| {PEERS[name].title} | {missing} | | |")
+        why = PEERS[name].missing(place, model)
+        starts = results.setdefault(name, [])
+        while why is None and len(starts) < 2:
+            try:
+                starts.append(list(run_peer(place, name, model, directory, limit_s)))
+            except RuntimeError as e:
+                why = str(e)
+            results_file.write_text(json.dumps(results))
+            if is_once:
+                break
+        if why is not None or len(starts) < 2:
+            print(f"| {PEERS[name].title} | {why or f'{starts[0][0]:.2f} s'} | | |", flush=True)
             continue
-        cold, _ = run_peer(place, name, model, directory)
-        warm, load_s = run_peer(place, name, model, directory)
+        (cold, _), (warm, load_s) = starts
         print(f"| {PEERS[name].title} | {cold:.2f} s | {warm:.2f} s | {load_s + warm:.1f} s |", flush=True)
-    shutil.rmtree(directory, ignore_errors=True)
+    if not is_once:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def run_peer(place: Place, name: str, model: str, directory: Path) -> tuple[float, float]:
-    """Returns the seconds to the first token, and those of loading. The engine is killed then."""
+def run_peer(place: Place, name: str, model: str, directory: Path, limit_s: float) -> tuple[float, float]:
+    """Returns the seconds to the first token, and those of loading. The engine is killed then. Raises RuntimeError if
+    it fails, or has not started or answered after `limit_s`."""
     peer = PEERS[name]
     command = [*peer.driver_command(place, model), "--max-model-len", str(PEER_TOKENS + 64)]
     settings: dict[str, Any] = {"llm": {}}
     if name == "quire":
-        settings["llm"] = {"kv_store": str(directory), "kv_store_size": STORE_BYTES}
+        settings["llm"] = {"kv_store": str(directory / "store"), "kv_store_size": STORE_BYTES}
+    slot_file = {"slot_file": str(directory / "slot.bin")} if name == "llamacpp" else {}
     environment = {**peer.full_environment(place), "VERSUS_SETTINGS": json.dumps(settings)}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         start_new_session=True,
     )  # fmt: skip
+
+    def read() -> dict[str, Any]:
+        alarm = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+        alarm.start()
+        line = process.stdout.readline() if process.stdout is not None else ""
+        alarm.cancel()
+        answer: dict[str, Any] = json.loads(line or f'{{"error": "no answer in {limit_s:g} s, or it has ended"}}')
+        if "error" in answer:
+            raise RuntimeError(f"{peer.title}: {answer['error']}")
+        return answer
+
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
-        load_s = json.loads(process.stdout.readline())["load_s"]
+        load_s = read()["load_s"]
         found = 0.0
-        for tokens, seed in ((64, 5), (PEER_TOKENS, 6)):  # the first request pays for more than its prompt
+        for tokens, seed, more in ((64, 5, {}), (PEER_TOKENS, 6, slot_file)):  # the first pays for more than its prompt
             prompt = make_prompt(tokens, seed)["prompt_token_ids"]
-            process.stdin.write(json.dumps({"requests": [[prompt, 2]], "prefix": 0}) + "\n")
+            process.stdin.write(json.dumps({"requests": [[prompt, 2]], "prefix": 0, **more}) + "\n")
             process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
-            if "error" in answer:
-                raise RuntimeError(f"{peer.title}: {answer['error']}")
-            found = answer["ttft_s"]
+            found = read()["ttft_s"]
         time.sleep(2.0)  # the last blocks are stored
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return found, load_s
 
@@ -591,6 +618,9 @@ def main() -> None:
     )
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--model", default="half")
+    parser.add_argument("--peers", default=",".join(PEER_NAMES), help="of `peers`, by commas")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for a start of `peers`, and for each answer")
+    parser.add_argument("--once", action="store_true", help="one start of each of `peers`; the next is the restart")
     parser.add_argument("--faulty", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--subscribe", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -614,7 +644,7 @@ def main() -> None:
     if "events" in args.parts:
         measure_events(directory)
     if "peers" in args.parts:
-        measure_peers(args.model, directory)
+        measure_peers(args.model, directory, args.peers.split(","), args.limit_s, is_once=args.once)
 
 
 if __name__ == "__main__":

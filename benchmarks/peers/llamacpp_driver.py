@@ -2,14 +2,17 @@
 
 That package's own `Llama` and server run one sequence at a time, so the loop of continuous batching is written here, in
 the manner of llama.cpp's server: each call decodes a token of every running slot and fills up with prompt chunks. A
-shared prefix is computed once and copied by hand.
+shared prefix is computed once and copied by hand. A single request may have a file, as slots of that server have: what
+it holds of the prompt is read, and it is written afterwards.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -50,10 +53,11 @@ class _Llama:
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         self._batch = api.llama_batch_init(BATCH_TOKENS, 0, 1)
 
-    def run(self, requests: list[Request], prefix: int) -> Result:
+    def run(self, requests: list[Request], prefix: int, slot_file: str = "") -> Result:
         """Runs all of `requests`, `SLOTS` at a time."""
         api.llama_memory_clear(self._memory, True)
         start = time.perf_counter()
+        num_read = self._read_slot(slot_file, requests[0][0]) if Path(slot_file).is_file() else 0
         if prefix:
             self._compute_prefix(requests[0][0][:prefix])
         waiting, free = requests[::-1], list(range(SLOTS))[::-1]
@@ -64,12 +68,15 @@ class _Llama:
                 number = free.pop()
                 if prefix:
                     api.llama_memory_seq_cp(self._memory, SLOTS, number, 0, prefix)
-                running[number] = _Slot(waiting.pop(), prefix)
-            for number in self._step(running):
+                running[number] = _Slot(waiting.pop(), prefix or num_read)
+            ended = self._step(running)
+            stamps.append(time.perf_counter())
+            for number in ended:
+                if slot_file and not num_read:
+                    self._write_slot(slot_file, running[number].request[0])
                 del running[number]
                 free.append(number)
                 api.llama_memory_seq_rm(self._memory, number, -1, -1)
-            stamps.append(time.perf_counter())
         return timed(start, stamps, requests[0][1]) if len(requests) == 1 else Result(stamps[-1] - start)
 
     def _step(self, running: dict[int, _Slot]) -> list[int]:
@@ -95,6 +102,23 @@ class _Llama:
             running[number].token = self._argmax(row)
             running[number].num_output += 1
         return [n for n in rows if running[n].num_output == running[n].request[1]]
+
+    def _read_slot(self, path: str, prompt: list[int]) -> int:
+        """Reads the first slot. Returns how many tokens of the prompt it has, all but the last at most."""
+        tokens, count = (ctypes.c_int32 * (CELLS_PER_SLOT * SLOTS))(), ctypes.c_size_t(0)
+        if not api.llama_state_seq_load_file(
+            self._context, path.encode(), 0, tokens, len(tokens), ctypes.pointer(count)
+        ):
+            raise RuntimeError(f"llama_state_seq_load_file: {path}")
+        pairs = enumerate(zip(prompt[:-1], tokens[: count.value], strict=False))
+        num_same = next((i for i, (own, other) in pairs if own != other), min(len(prompt) - 1, count.value))
+        api.llama_memory_seq_rm(self._memory, 0, num_same, -1)
+        return num_same
+
+    def _write_slot(self, path: str, prompt: list[int]) -> None:
+        tokens = (ctypes.c_int32 * len(prompt))(*prompt)
+        if not api.llama_state_seq_save_file(self._context, path.encode(), 0, tokens, len(prompt)):
+            raise RuntimeError(f"llama_state_seq_save_file: {path}")
 
     def _compute_prefix(self, ids: list[int]) -> None:
         self._batch.n_tokens = 0

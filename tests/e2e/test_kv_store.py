@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ from tests.unit.engine.kv_cache.disk_connector import DiskConnector
 
 PROMPT = {"prompt_token_ids": [3 + i * i % 200 for i in range(200)]}
 NUM_STORED = 200 // 16
+RECIPE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "add_a_connector.md"
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
 
 
@@ -420,17 +423,52 @@ def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.Mo
         StoreScheduler.check_config(EngineArgs(str(model), kv_transfer_config=transfer).create_engine_config())
 
 
+def foreign(name: str, module: str, **extra: Any) -> dict[str, Any]:
+    """The configuration of a connector that is written for vLLM's interface."""
+    names = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+    return {**names, "kv_connector_extra_config": extra}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [("llama", "shared layers"), ("llama", "stages"), ("qwen3", "both")])
+def test_a_connector_written_for_vllms_interface_has_several_workers(
+    kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of the recipe keeps blocks in the workers; the one of files loads in threads, and the next engine finds
+    what it has saved. What several workers load has the bits of what one computes."""
+    (source,) = re.findall(r"```python\n(.*?)```", RECIPE.read_text(encoding="utf-8"), re.S)
+    (tmp_path / "memory_connector.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)]))
+    model, directory = make_tiny_checkpoint(tmp_path / kind, kind), tmp_path / "store"
+    with engine(model, None) as llm:
+        expected, _ = answer(llm)
+    memory = foreign("MemoryConnector", "memory_connector")
+    with engine(model, None, kv_transfer_config=memory, **LAYOUTS[layout]) as llm:
+        assert answer(llm) == (expected, 0)
+        assert llm.reset_prefix_cache()
+        assert answer(llm) == (expected, NUM_STORED * 16)
+    files = foreign(
+        "DiskConnector", DiskConnector.__module__, shared_storage_path=str(directory), is_async=True, waits=False
+    )
+    with engine(model, None, kv_transfer_config=files, **LAYOUTS[layout]) as llm:
+        assert answer(llm) == (expected, 0)
+    with engine(model, None, kv_transfer_config=files, **LAYOUTS[layout]) as llm:
+        assert answer(llm) == (expected, NUM_STORED * 16)
+    last = sorted(directory.iterdir())[-1]  # of the last worker
+    for saved in last.glob("*/*"):
+        saved.unlink()
+    with engine(model, None, kv_transfer_config=files, **LAYOUTS[layout]) as llm:
+        assert answer(llm) == (expected, 0)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_connector_written_for_vllms_interface(is_async: bool, tmp_path: Path) -> None:
     """Bytes are opaque to this one, so native kernels do: an answer has the same bits. While its thread loads, the
     engine has nothing else to do, and asks it."""
     DiskConnector.may_load.set()
-    transfer = {
-        "kv_connector": "DiskConnector",
-        "kv_connector_module_path": DiskConnector.__module__,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store"), "is_async": is_async},
-    }
+    directory = str(tmp_path / "store")
+    transfer = foreign("DiskConnector", DiskConnector.__module__, shared_storage_path=directory, is_async=is_async)
     with engine(make_tiny_checkpoint(tmp_path / "llama", "llama"), None, kv_transfer_config=transfer) as llm:
         expected, num_cached = answer(llm)
         assert num_cached == 0

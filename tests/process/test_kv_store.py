@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,41 @@ async def until_stored(directory: Path, num_blocks: int) -> None:
             break
         await asyncio.sleep(0.005)
     store.close()
+
+
+def foreign_args(directory: Path, **flags: Any) -> EngineArgs:
+    """Flags of the tests' connector that is written for vLLM's interface; its loads are asynchronous."""
+    module = "tests.unit.engine.kv_cache.disk_connector"
+    transfer = {"kv_connector": "DiskConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+    extra = {"shared_storage_path": str(directory), "is_async": True, "waits": False}
+    transfer = {**transfer, "kv_connector_extra_config": extra}
+    return EngineArgs("demo", kv_transfer_config=transfer, kv_cache_memory_bytes=32 << 20, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_worker_that_dies_in_a_load_of_a_foreign_connector_costs_nothing(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two is killed while it loads: the answer has the tokens of one worker without a connector."""
+    directory, deaths = tmp_path / "store", tmp_path / "deaths"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
+
+    async def run() -> None:
+        async with running(EngineArgs("demo", kv_cache_memory_bytes=32 << 20)) as engine:
+            expected, _ = await answer(engine, "one worker", 40)
+        async with running(foreign_args(directory, **{size: 2})) as engine:
+            assert await answer(engine, "computed", 40) == (expected, 0)
+        monkeypatch.setenv("QUIRE_FAILPOINTS", f"kv.read=kill,skip=7,times=1,tally={deaths}")
+        async with running(foreign_args(directory, **{size: 2})) as engine:
+            assert (await answer(engine, "killed", 40))[0] == expected
+            assert deaths.exists()
+            assert engine.counts["worker_deaths.killed"] == 1
+            assert count_external_hits(engine) > 0, "the next workers have loaded"
+        async with running(foreign_args(directory, **{size: 2})) as engine:
+            assert await answer(engine, "the next engine", 40) == (expected, NUM_READ)
+
+    asyncio.run(run())
 
 
 def count_external_hits(engine: Engine) -> float:

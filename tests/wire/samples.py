@@ -277,7 +277,7 @@ TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "leas
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
 SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io", [2])
 
-TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1)
+TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1, 4, [(2, {"x": 1})])
 FULL: dict[str, Any] = {
     "LoRARequest": LORA,
     "RepetitionDetectionParams": REPETITION,

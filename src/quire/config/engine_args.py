@@ -12,7 +12,7 @@ from quire.config.checkpoint import read_object
 from quire.config.engine import FP8_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from quire.config.flags import FlagSpec, flags_of
 from quire.config.hf_config import HFConfig
-from quire.config.kv_transfer import FOREIGN, STORE
+from quire.config.kv_transfer import STORE
 from quire.config.model import ModelConfig, resolve_model_dir
 from quire.config.model_impl import TRANSFORMERS, ModelImpl, choose_model_impl
 from quire.config.pooling_files import resolve_pooling
@@ -261,16 +261,12 @@ def _check_transfer(config: EngineConfig) -> None:
     """Raises ConfigError for an engine whose blocks cannot be stored."""
     if config.kv_transfer_config.connector is None:
         return
-    name, num_workers = config.kv_transfer_config.kv_connector, config.parallel_config.world_size
+    name = config.kv_transfer_config.kv_connector
     why = {
         f"the model {config.model_config.name} sees its texts whole": config.model_config.hf_config.is_encoder
         and "there are no KV blocks; leave the store out",
         "--no-enable-prefix-caching": not config.cache_config.enable_prefix_caching
         and "stored blocks are found as cached prefixes are; enable prefix caching",
-        f"--tensor-parallel-size x --pipeline-parallel-size {num_workers}": num_workers > 1
-        and name == FOREIGN
-        and "a connector written for vLLM's interface sees the blocks of one worker only yet; --kv-store and "
-        "PeerConnector can be used",
         "workers on several machines": not config.parallel_config.has_own_workers
         and "each worker's blocks are on its own machine, and nothing looks for them there yet; leave one of them out",
         "--device cuda": config.device_config.device == "cuda" and "only blocks in main memory can be stored yet",

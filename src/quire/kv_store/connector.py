@@ -5,9 +5,11 @@
     quire serve demo --kv-transfer-config '{"kv_connector": "MyConnector", "kv_connector_module_path": "my_module",
       "kv_role": "kv_both"}'
 
-An engine makes two objects of the class, one for each role, which meet only in the metadata of `build_connector_meta`.
-`engine/kv_cache/foreign.py` calls the methods of the scheduler's half, `worker/kv_transfer/compat.py` those of the
-worker's; docs/recipes/add_a_connector.md has an example, and what differs from vLLM.
+An engine makes an object of the class for its scheduler and one for each worker, which meet only in the metadata of
+`build_connector_meta` and in what the workers' halves report. Where workers are processes of their own, both go there
+as `kv_store/objects.py` writes them. `engine/kv_cache/foreign.py` calls the methods of the scheduler's
+half, `worker/kv_transfer/compat.py` those of the worker's; docs/recipes/add_a_connector.md has an example, and what
+differs from vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -31,6 +33,12 @@ logger = init_logger(__name__)
 
 HANDSHAKE = "handshake"
 """Key of a worker's message with its `get_handshake_metadata`."""
+MESSAGES = {
+    "kv_connector_worker_meta": "build_connector_worker_meta",
+    "kv_connector_stats": "get_kv_connector_stats",
+    "kv_cache_events": "get_kv_connector_kv_cache_events",
+}
+"""Fields of `ForeignOutput` with the connector's own objects, and the worker half's methods that give them."""
 
 
 class KVConnectorRole(Enum):
@@ -69,12 +77,17 @@ class ForeignTransferConfig(NamedTuple):
 
 
 class ForeignConfig:
-    """`vllm_config`: the engine's configuration with the connector's own. `cache_config.block_size` is settled."""
+    """`vllm_config`: the engine's configuration with the connector's own. `cache_config.block_size` is settled, and
+    `parallel_config.rank` is the worker's: stage * tensor_parallel_size + place in it; 0 in the scheduler."""
 
-    def __init__(self, config: EngineConfig, kv_transfer_config: ForeignTransferConfig, block_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, kv_transfer_config: ForeignTransferConfig, block_size: int, rank: int = 0
+    ) -> None:
         self.kv_transfer_config = kv_transfer_config
         self.cache_config = dataclasses.replace(config.cache_config, block_size=block_size)
-        self.model_config, self.parallel_config = config.model_config, config.parallel_config
+        self.model_config = config.model_config
+        self.parallel_config: Any = copy.copy(config.parallel_config)
+        object.__setattr__(self.parallel_config, "rank", rank)  # vLLM has it there
         self.scheduler_config, self.device_config = config.scheduler_config, config.device_config
 
     def replace(self, kv_transfer_config: ForeignTransferConfig) -> ForeignConfig:
@@ -120,12 +133,27 @@ class Step:
 
 @dataclass
 class ForeignOutput:
-    """`KVConnectorOutput`: what a step has brought on the worker."""
+    """`KVConnectorOutput`: what a step has brought on the workers."""
+
+    finished_sending: set[str] | None = None
+    """Requests that all workers have named, or as many as `get_finished_count` says. So it is with the next two."""
+    finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
+    """Requests of `finished_recving` whose load has failed on some worker."""
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """Blocks that some worker could not load."""
+    kv_connector_worker_meta: Any = None
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+
+
+class TransferResults(NamedTuple):
+    """Answer of `get_transfer_results`: ids of requests."""
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
-    invalid_block_ids: set[int] = field(default_factory=set)
-    kv_connector_worker_meta: Any = None
+    failed_recving: set[str] | None = None
+    """Requests of `finished_recving` whose load has failed: none of it is used."""
 
 
 class LoadContext(NamedTuple):
@@ -187,12 +215,21 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  the name that connectors import
         """Returns whether steps are to be made though no request runs."""
         return False
 
+    def get_finished_count(self) -> int | None:
+        """Returns how many workers name a request whose blocks were sent or received; None: all. Asked for once."""
+        return None
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Takes what `get_handshake_metadata` of the workers has returned, by the rank of each."""
+        """Takes what `get_handshake_metadata` of the workers has returned, by the place of each in its stage."""
         return
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Takes the same by stage and rank."""
+        """Takes the same by stage and place. Raises ValueError for several stages unless it is overridden."""
+        if any(stage for stage, _ in metadata):
+            raise ValueError(
+                f"{type(self).__name__} has no set_xfer_handshake_metadata_pp_aware, which several stages "
+                "(--pipeline-parallel-size) need"
+            )
         self.set_xfer_handshake_metadata({rank: value for (_, rank), value in metadata.items()})
 
     def reset_cache(self) -> bool | None:
@@ -203,7 +240,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  the name that connectors import
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Takes the tensors of the KV cache by layer: [2, num_blocks, ...], keys and values of each block (a latent
-        cache: [1, num_blocks, ...]). Called again after a sleep."""
+        cache: [1, num_blocks, ...]). One of several workers has the layers of its stage, and its heads of them. Called
+        again after a sleep."""
         return
 
     def get_handshake_metadata(self) -> Any:
@@ -251,12 +289,25 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  the name that connectors import
         """Returns the ids of requests whose blocks were sent, and of those whose asynchronous load has ended."""
         return None, None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Returns `TransferResults`: the same, and which loads have failed as a whole."""
+        return TransferResults(*self.get_finished(finished_req_ids))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns blocks whose load has failed, of the loads that end with this step."""
+        """Returns blocks whose load has failed, of the loads that end with this step or a later one."""
         return set()
 
     def build_connector_worker_meta(self) -> Any:
-        """Returns a message for the scheduler's half; None: there is none."""
+        """Returns a message for the scheduler's half; None: there is none. Messages of several workers are joined by
+        their method `aggregate(other)`; without one, `update_connector_output` is called for each."""
+        return None
+
+    def get_kv_connector_stats(self) -> Any:
+        """Returns numbers for the scheduler's half, joined as those messages are; None: there are none."""
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """Returns events for the scheduler's half, joined as those messages are; None: there are none."""
         return None
 
     def shutdown(self) -> None:
@@ -264,9 +315,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801  the name that connectors import
         return
 
 
-def make_connector(config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> KVConnectorBase_V1:
-    """Returns a half of the configured connector. Raises ConfigError if its module or class is not there, or if it is
-    not one for this model."""
+def make_connector(
+    config: EngineConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, rank: int = 0
+) -> KVConnectorBase_V1:
+    """Returns a half of the configured connector; `rank` is its worker. Raises ConfigError if its module or class is
+    not there, or if it is not one for this model."""
     foreign = config.kv_transfer_config.kv_connector_extra_config
     groups = kv_cache_config.kv_cache_groups
     wanted = ForeignTransferConfig(**{name: foreign[name] for name in ForeignTransferConfig._fields})
@@ -274,7 +327,7 @@ def make_connector(config: EngineConfig, role: KVConnectorRole, kv_cache_config:
     name = f"{foreign['module']}:{wanted.kv_connector}"
     try:
         factory = resolve(name)
-        connector: KVConnectorBase_V1 = factory(ForeignConfig(config, wanted, block_size), role, kv_cache_config)
+        connector: KVConnectorBase_V1 = factory(ForeignConfig(config, wanted, block_size, rank), role, kv_cache_config)
     except ConfigError:
         raise
     except Exception as e:
@@ -297,3 +350,19 @@ def ask(connector: object, default: Any, method: Callable[..., Any], *args: Any)
     except Exception:
         logger.exception("%s.%s failed", type(connector).__name__, method.__name__)
         return default
+
+
+def crosses_processes(config: EngineConfig) -> bool:
+    """Returns whether the workers' halves are elsewhere, so that objects go to them as bytes."""
+    return config.parallel_config.executor_backend != "uni"
+
+
+def join_messages(messages: Iterable[Any]) -> list[Any]:
+    """Returns the messages of several workers as one, joined by their `aggregate`; those without one stay apart."""
+    joined: list[Any] = []
+    for message in messages:
+        if joined and hasattr(joined[-1], "aggregate"):
+            joined[-1] = joined[-1].aggregate(message)
+        else:
+            joined.append(message)
+    return joined

@@ -14,6 +14,8 @@ from quire.kv_store.connector import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    TransferResults,
+    join_messages,
 )
 from quire.resolve import resolve
 
@@ -25,6 +27,17 @@ class MultiMetadata(KVConnectorMetadata):
     parts: list[Any]
     num_senders: dict[str, int] = field(default_factory=dict)
     """Ended requests whose blocks several connectors hold, and how many."""
+
+
+@dataclass
+class MultiMessage:
+    """The messages of all connectors' workers' halves, in order: as many of each as cannot be joined."""
+
+    parts: list[list[Any]]
+
+    def aggregate(self, other: MultiMessage) -> MultiMessage:
+        """Returns this with the messages of another worker."""
+        return MultiMessage([join_messages(own + more) for own, more in zip(self.parts, other.parts, strict=True)])
 
 
 class MultiConnector(KVConnectorBase_V1):
@@ -78,9 +91,18 @@ class MultiConnector(KVConnectorBase_V1):
         return MultiMetadata([part.build_connector_meta(scheduler_output) for part in self.parts], num_senders)
 
     def update_connector_output(self, connector_output: ForeignOutput) -> None:
-        metas = connector_output.kv_connector_worker_meta or [None] * len(self.parts)
-        for part, meta in zip(self.parts, metas, strict=True):
-            part.update_connector_output(dataclasses.replace(connector_output, kv_connector_worker_meta=meta))
+        message: MultiMessage | None = connector_output.kv_connector_worker_meta
+        for index, part in enumerate(self.parts):
+            output = connector_output
+            for meta in (message.parts[index] if message is not None else []) or [None]:
+                part.update_connector_output(dataclasses.replace(output, kv_connector_worker_meta=meta))
+                output = ForeignOutput()
+
+    def get_finished_count(self) -> int | None:
+        counts = {part.get_finished_count() for part in self.parts}
+        if len(counts) > 1:
+            raise ConfigError(f"MultiConnector: get_finished_count of its connectors is not one number: {counts}")
+        return counts.pop()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._source.pop(request.request_id, None)
@@ -135,25 +157,27 @@ class MultiConnector(KVConnectorBase_V1):
         for part in self.parts:
             part.wait_for_save()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        all_sent, all_received = set(), set()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        all_sent, all_received, all_failed = set[str](), set[str](), set[str]()
         for part in self.parts:
-            sent, received = part.get_finished(finished_req_ids)
+            sent, received, failed = part.get_transfer_results(finished_req_ids)
             all_received |= received or set()
+            all_failed |= failed or set()
             for request_id in sent or ():
                 if self._unsent[request_id]:
                     self._unsent[request_id] -= 1
                 else:
                     del self._unsent[request_id]
                     all_sent.add(request_id)
-        return all_sent, all_received
+        return TransferResults(all_sent, all_received, all_failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set().union(*(part.get_block_ids_with_load_errors() for part in self.parts))
 
-    def build_connector_worker_meta(self) -> list[Any] | None:
+    def build_connector_worker_meta(self) -> MultiMessage | None:
         metas = [part.build_connector_worker_meta() for part in self.parts]
-        return metas if any(meta is not None for meta in metas) else None
+        parts = [[] if meta is None else [meta] for meta in metas]
+        return MultiMessage(parts) if any(parts) else None
 
     def shutdown(self) -> None:
         for part in self.parts:

@@ -19,6 +19,7 @@ The protocol, which a worker half must keep:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -105,7 +106,7 @@ class LoadResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     seconds: float = 0.0
     """Time from its first read to its end."""
     reason: str = ""
-    """Reason of "partial" and "failed": mac, truncated, key, tokens, format, io, or the connector's own."""
+    """Reason of "partial" and "failed": mac, truncated, key, tokens, format, io, or "connector"."""
     num_records: int = 0
     """Records that were read, of which each was accepted or rejected; a load that ends early may have read some that
     are not used."""
@@ -127,6 +128,15 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     reason: str = ""
     differing: list[int] = []
     """Blocks of an audit that are not what is stored, by index in the order; `num_saved` are the same."""
+
+
+def cut_load(order: LoadOrder, invalid: Set[int], *, has_failed: bool = False) -> LoadResult:
+    """Returns the end of a connector's load: what is before its first invalid block may be used."""
+    bad = [index for ids in order.block_ids for index, block_id in enumerate(ids) if block_id in invalid]
+    num_good = 0 if has_failed else min(bad, default=len(order.keys))
+    if num_good == len(order.keys):
+        return LoadResult(order.load_id, num_good)
+    return LoadResult(order.load_id, num_good, "partial" if num_good else "failed", reason="connector")
 
 
 Result = TypeVar("Result", LoadResult, SaveResult)
@@ -152,10 +162,15 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Another message of the worker half to the scheduler half: an identity, counters."""
     rank: int = 0
     """The worker that `info` is of. The rest is what all workers have done."""
+    step: int = 0
+    """Number of the step that this is the report of: each worker makes one, and they are taken in together, in order of
+    their steps. 0: it is taken in as it comes."""
+    infos: list[tuple[int, dict[str, Any]]] = []
+    """The `info` of several workers' reports of a step, with their ranks."""
 
     def __bool__(self) -> bool:
         """Returns whether there is anything to report."""
-        return bool(self.loads or self.saves or self.progress or self.info)
+        return bool(self.loads or self.saves or self.progress or self.info or self.infos)
 
 
 class TransferAggregator:
@@ -170,10 +185,32 @@ class TransferAggregator:
         self._saves = _Parts[SaveResult]("num_saved", num_workers)
         self._progress: dict[int, dict[int, int]] = {}
         """Blocks that each worker has verified of a load that goes on: load and rank to their number."""
+        self._steps: dict[int, dict[int, KVConnectorOutput]] = {}
+        """Reports of steps, by step and rank, until all workers have made theirs."""
 
     def add(self, rank: int, report: KVConnectorOutput) -> KVConnectorOutput:
         """Returns what has ended, or gone on, with this report of one worker. A worker's message is passed on."""
+        if report.step:
+            return self._add_step(rank, report)
         joined = KVConnectorOutput(info=report.info, rank=rank)
+        self._join(joined, rank, report)
+        return joined
+
+    def _add_step(self, rank: int, report: KVConnectorOutput) -> KVConnectorOutput:
+        """Returns what the workers report of a step once the last of them has, and of steps before it that some worker
+        has lost."""
+        joined = KVConnectorOutput(step=report.step)
+        self._steps.setdefault(report.step, {})[rank] = report
+        if len(self._steps[report.step]) == self._num_workers:
+            for step in sorted(step for step in self._steps if step <= report.step):
+                for other, part in sorted(self._steps.pop(step).items()):
+                    if part.info is not None:
+                        joined.infos.append((other, part.info))
+                    self._join(joined, other, part)
+        return joined
+
+    def _join(self, joined: KVConnectorOutput, rank: int, report: KVConnectorOutput) -> None:
+        """Adds to `joined` what has ended, or gone on, with the report of one worker."""
         verified = {**report.progress, **{one.load_id: one.num_verified for one in report.loads}}
         for load_id, number in verified.items():
             by_rank = self._progress.setdefault(load_id, {})
@@ -185,7 +222,6 @@ class TransferAggregator:
                 self._progress.pop(load_id, None)
             elif len(self._progress[load_id]) == self._num_workers:
                 joined.progress[load_id] = min(self._progress[load_id].values())
-        return joined
 
 
 class _Parts(Generic[Result]):

@@ -127,14 +127,6 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
         ({"kv_store": ""}, "--kv-store is empty"),
         ({"kv_store_size": 5}, "--kv-store-size 5 is below the minimum"),
         ({"enable_prefix_caching": False}, "--kv-store with --no-enable-prefix-caching: .* enable prefix caching"),
-        (
-            {
-                "kv_store": None,
-                "tensor_parallel_size": 2,
-                "kv_transfer_config": {"kv_connector": "MultiConnector", "kv_role": "kv_both"},
-            },
-            "size x --pipeline-parallel-size 2: a connector written for vLLM's interface sees the blocks of one",
-        ),
         ({"device": "cuda"}, "only blocks in main memory can be stored yet"),
     ],
 )

@@ -67,6 +67,19 @@ def test_workers_that_cannot_transfer_are_refused() -> None:
         TransferLink(executor, lambda: None)
 
 
+def test_reports_of_a_step_are_taken_in_together() -> None:
+    aggregator = TransferAggregator(2)
+    first, other = KVConnectorOutput([LoadResult(1, 5)], info={"x": 1}, step=1), KVConnectorOutput(step=1)
+    assert not aggregator.add(1, first)
+    assert aggregator.add(0, other) == KVConnectorOutput(step=1, infos=[(1, {"x": 1})]), "one has yet to end its load"
+    lost, later = KVConnectorOutput(info={"x": 2}, step=2), KVConnectorOutput(info={"x": 3}, step=4)
+    ended = KVConnectorOutput([LoadResult(1, 3, "partial")], step=3)
+    assert not any(aggregator.add(0, report) for report in (lost, ended, later))
+    joined = aggregator.add(1, KVConnectorOutput(step=3))
+    assert joined == KVConnectorOutput([LoadResult(1, 3, "partial")], step=3, infos=[(0, {"x": 2})]), "steps in order"
+    assert aggregator.add(1, later).infos == [(0, {"x": 3}), (1, {"x": 3})]
+
+
 def test_a_transfer_has_ended_when_all_workers_have_reported_it() -> None:
     aggregator = TransferAggregator(3)
     first = aggregator.add(

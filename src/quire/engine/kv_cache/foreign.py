@@ -4,13 +4,19 @@
 its own: the connector sees its request as new in that step, and as resumed when it runs. Saves are the connector's own
 business: it plans them in `build_connector_meta`, and its worker half reads the blocks after the step's forward pass.
 
+Every worker has a half of its own, which gets the metadata of each step. What they report of a step is taken in
+together (`wire/kv_transfer.py: TransferAggregator`). A synchronous load ends when all workers have made its step, an
+asynchronous one when all of them have named its request, or as many as `get_finished_count` says. Of both counts what
+every worker could load.
+
 An error of the connector is logged and costs a load or a save, not the engine.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -19,9 +25,10 @@ from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnector
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
-from quire.errors import GenerationError, QuireError
+from quire.errors import ConfigError, GenerationError, QuireError
 from quire.kv_store.connector import (
     HANDSHAKE,
+    MESSAGES,
     CachedRequests,
     ForeignBlocks,
     ForeignOutput,
@@ -29,12 +36,16 @@ from quire.kv_store.connector import (
     KVConnectorRole,
     Step,
     ask,
+    crosses_processes,
+    join_messages,
     make_connector,
 )
+from quire.kv_store.objects import decode_object, encode_object
 from quire.logger import init_logger
 from quire.wire.execution import BlockIds, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, cut_load
+from quire.wire.topology import Topology
 
 logger = init_logger(__name__)
 
@@ -58,7 +69,7 @@ class ForeignRequest:
         return getattr(self._request, name)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
     """A load that has not ended. The connector learns of it when it is sent to the worker."""
 
@@ -68,6 +79,74 @@ class _Load:
     num_tokens: int
     is_async: bool
     is_begun: bool = False
+    invalid: set[int] = field(default_factory=set)
+    """Blocks that some worker could not load."""
+
+
+class FinishedCounts:
+    """Requests that some workers have named, and not yet as many as needed."""
+
+    def __init__(self, num_needed: int) -> None:
+        self._num_needed = num_needed
+        self._counts: dict[str, int] = {}
+
+    def add(self, request_ids: Iterable[str]) -> list[str]:
+        """Notes that a worker has named these. Returns those that enough workers have named with it."""
+        done: list[str] = []
+        for request_id in request_ids:
+            count = self._counts.pop(request_id, 0) + 1
+            if count < self._num_needed:
+                self._counts[request_id] = count
+            else:
+                done.append(request_id)
+        return done
+
+
+class WorkerReports:
+    """Requests that some workers have named and others have yet to, and the asynchronous loads that end so."""
+
+    def __init__(self, num_needed: int) -> None:
+        self._sent, self._received = FinishedCounts(num_needed), FinishedCounts(num_needed)
+        self._failed: set[str] = set()
+        """Requests that some worker has named as failed, and too few as received."""
+        self._loads: dict[str, list[_Load]] = {}
+        """Asynchronous loads that have begun and not ended, by request, oldest first."""
+
+    def expect(self, load: _Load) -> None:
+        """Notes that an asynchronous load has begun."""
+        self._loads.setdefault(load.request.request_id, []).append(load)
+
+    def forget(self, load: _Load) -> None:
+        """Notes that a load has ended, or was lost."""
+        loads = self._loads.get(load.request.request_id, [])
+        if load in loads:
+            loads.remove(load)
+        if not loads:
+            self._loads.pop(load.request.request_id, None)
+
+    def add(self, infos: Sequence[dict[str, Any]]) -> tuple[ForeignOutput, list[LoadResult]]:
+        """Takes in what workers report of a step. Returns it in vLLM's form, and the loads that have ended: the oldest
+        of each request that enough workers have received."""
+        output, sent, received = ForeignOutput(), list[str](), list[str]()
+        for info in infos:
+            output.invalid_block_ids.update(info["invalid"])
+            self._failed.update(info["failed"])
+            sent += self._sent.add(info["sent"])
+            received += self._received.add(info["received"])
+        output.finished_sending, output.finished_recving = set(sent), set(received)
+        output.failed_recving = self._failed & output.finished_recving
+        if output.invalid_block_ids:
+            for load in [load for loads in self._loads.values() for load in loads]:
+                ids = {block_id for table in load.order.block_ids for block_id in table}
+                load.invalid |= ids & output.invalid_block_ids
+        ended: list[LoadResult] = []
+        for request_id in received:
+            has_failed = request_id in self._failed
+            self._failed.discard(request_id)
+            if loads := self._loads.get(request_id):
+                load = loads.pop(0)
+                ended.append(cut_load(load.order, load.invalid, has_failed=has_failed))
+        return output, ended
 
 
 class ForeignScheduler(KVConnectorScheduler):
@@ -78,6 +157,11 @@ class ForeignScheduler(KVConnectorScheduler):
         self.foreign: KVConnectorBase_V1 = make_connector(config, KVConnectorRole.SCHEDULER, kv_cache_config)
         extra = config.kv_transfer_config.kv_connector_extra_config
         self._fails = extra["kv_load_failure_policy"] == "fail"
+        self._crosses = crosses_processes(config)
+        parallel = config.parallel_config
+        self._topology = Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
+        self._reports = WorkerReports(self._count_needed())
+        self._num_steps = 0
         self._requests: dict[str, ForeignRequest] = {}
         self._tables: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         """The block tables of running requests, and up to the end of a load."""
@@ -92,6 +176,17 @@ class ForeignScheduler(KVConnectorScheduler):
         """Ended requests whose blocks are held until they were sent."""
         self._next_at = NEVER
         self._step = SchedulerOutput()
+
+    def _count_needed(self) -> int:
+        """Returns how many workers must name a request. Raises ConfigError for a number that there are not."""
+        number: int | None = self.foreign.get_finished_count()
+        num_workers = self._topology.world_size
+        if number is not None and not 0 <= number <= num_workers:
+            raise ConfigError(
+                f"kv_connector {type(self.foreign).__name__}: get_finished_count returns {number}, and there are "
+                f"{num_workers} workers (--tensor-parallel-size x --pipeline-parallel-size); None is all of them"
+            )
+        return number or num_workers
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -168,6 +263,7 @@ class ForeignScheduler(KVConnectorScheduler):
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
         load = self._loads.pop(id(order))
+        self._reports.forget(load)
         request, has_failed = load.request, result.outcome in ("partial", "failed")
         if self._fails and has_failed and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._errors[request.request_id] = GenerationError(
@@ -187,15 +283,19 @@ class ForeignScheduler(KVConnectorScheduler):
         begun = [load for load in self._loads.values() if load.order.load_id and not load.is_begun]
         for load in begun:
             load.is_begun = True
+            if load.is_async:
+                self._reports.expect(load)
             self._tell_blocks(load.request, load.block_ids, load.num_tokens)
         step = self._step
         meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(step, begun))
         is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
         is_waiting = is_waiting or ask(self.foreign, False, self.foreign.has_pending_push_work)
         self._next_at = time.monotonic() + POLL_S if is_waiting else NEVER
+        self._num_steps += 1
         return {
-            "meta": meta,
-            "loads": {load.order.load_id: (load.request.request_id, load.is_async) for load in begun},
+            "step": self._num_steps,
+            "meta": ask(self.foreign, None, encode_object, meta) if self._crosses else meta,
+            "sync": [load.order.load_id for load in begun if not load.is_async],
             "finished": step.finished_req_ids,
             "num_tokens": step.total_num_scheduled_tokens,
         }
@@ -229,18 +329,43 @@ class ForeignScheduler(KVConnectorScheduler):
         return self._next_at
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        if output.info is None:
+        infos = output.infos or ([] if output.info is None else [(output.rank, output.info)])
+        if not infos:
             return
-        if HANDSHAKE in output.info:
-            by_place = {(0, output.rank): output.info[HANDSHAKE]}
-            ask(self.foreign, None, self.foreign.set_xfer_handshake_metadata_pp_aware, by_place)
-            return
-        report = ForeignOutput(**output.info)
-        for request_id in report.finished_sending or ():
-            if request_id in self._sending:
-                self._sending.remove(request_id)
-                self._manager.held.release(("sending", request_id))
-        ask(self.foreign, None, self.foreign.update_connector_output, report)
+        messages = [self._read_message(info) for _, info in infos]
+        handshakes = {
+            self._place_of(rank): message[HANDSHAKE]
+            for (rank, _), message in zip(infos, messages, strict=True)
+            if HANDSHAKE in message
+        }
+        if handshakes:
+            ask(self.foreign, None, self.foreign.set_xfer_handshake_metadata_pp_aware, handshakes)
+        report, ended = self._reports.add([info for _, info in infos])
+        for request_id in self._sending & (report.finished_sending or set()):
+            self._sending.remove(request_id)
+            self._manager.held.release(("sending", request_id))
+        self._pass_on(report, messages)
+        output.loads += ended
+
+    def _read_message(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Returns a worker's objects, by field of `ForeignOutput`."""
+        message = info["message"]
+        if isinstance(message, bytes):
+            message = ask(self.foreign, None, decode_object, message)
+        return message or {}
+
+    def _place_of(self, rank: int) -> tuple[int, int]:
+        place = self._topology.place_of(rank)
+        return place.pp, place.tp
+
+    def _pass_on(self, report: ForeignOutput, messages: list[dict[str, Any]]) -> None:
+        """Passes a report to the connector, and in further calls the messages that cannot be joined."""
+        joined = {name: join_messages([one[name] for one in messages if name in one]) for name in MESSAGES}
+        for index in range(max(1, *map(len, joined.values()))):
+            for name, values in joined.items():
+                setattr(report, name, values[index] if index < len(values) else None)
+            ask(self.foreign, None, self.foreign.update_connector_output, report)
+            report = ForeignOutput()
 
     def reset_cache(self) -> bool:
         return ask(self.foreign, False, self.foreign.reset_cache) is not False

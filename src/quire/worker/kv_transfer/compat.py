@@ -2,7 +2,10 @@
 
 In each step, those without tokens included: handle_preemptions, bind_connector_metadata, start_load_kv, for synchronous
 loads wait_for_layer_load of each layer; the forward pass; save_kv_layer of each layer, if there were tokens;
-wait_for_save, get_finished, get_block_ids_with_load_errors, build_connector_worker_meta, clear_connector_metadata.
+wait_for_save, get_transfer_results, get_block_ids_with_load_errors, the methods of `MESSAGES`, and
+clear_connector_metadata.
+
+Each of several workers reports every step, also if it has nothing to say: the reports of a step are taken in together.
 
 Keys and values are in the cache when the forward pass is done, so layers are saved then, and not as each is computed:
 native kernels compute several layers in one call.
@@ -18,26 +21,41 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_store.connector import HANDSHAKE, KVConnectorBase_V1, KVConnectorRole, LoadContext, ask, make_connector
+from quire.kv_store.connector import (
+    HANDSHAKE,
+    MESSAGES,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    LoadContext,
+    TransferResults,
+    ask,
+    crosses_processes,
+    make_connector,
+)
+from quire.kv_store.objects import decode_object, encode_object
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec
-from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, LoadResult, SaveResult
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, LoadResult, SaveResult, cut_load
 from quire.worker.attention.backend import KVCache
 from quire.worker.kv_cache import KVCacheMemory
 from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker
 
 logger = init_logger(__name__)
 
-FAILED = "connector"
-"""Reason of loads that have failed."""
 LAYOUT = "NHD"
 """The layout of the torch attention backend: tokens, heads, elements."""
+
+
+MAX_IDS_BYTES, MAX_INVALID, MAX_MESSAGE_BYTES = 8 << 10, 2048, 16 << 10
+"""Bounds of a report, which goes to the engine as one datagram (`engine/executor/late_answers.py: MAX_BYTES`). More ids
+go with the next step."""
 
 
 @dataclass
 class _Step:
     """The step that is being made."""
 
+    number: int
     params: dict[str, Any]
     loads: list[LoadOrder] = field(default_factory=list)
     """Synchronous loads, which end with it."""
@@ -55,17 +73,16 @@ class CompatWorker(KVConnectorWorker):
         self._handshake: Any = None
         """Metadata that the scheduler half does not have yet."""
         self._step: _Step | None = None
-        self._loads: dict[int, LoadOrder] = {}
-        """Loads that have not ended, by id."""
-        self._async_ids: dict[str, list[int]] = {}
-        """Ids of asynchronous loads by request, oldest first."""
+        self._crosses = crosses_processes(config)
+        self._unsent: dict[str, list[Any]] = {"sent": [], "received": [], "failed": [], "invalid": []}
+        """Ids that are to be reported."""
         self._arrivals = Arrivals()
 
     def register_kv_caches(self, memory: Any) -> None:
         self._layers, kv_cache_config = self.describe_memory(memory)
         is_first = self.foreign is None
         if self.foreign is None:
-            self.foreign = make_connector(self.config, KVConnectorRole.WORKER, kv_cache_config)
+            self.foreign = make_connector(self.config, KVConnectorRole.WORKER, kv_cache_config, self.rank)
             self._check_layout(self.foreign, memory)
         self.foreign.register_kv_caches(self._layers)
         if is_first:
@@ -96,25 +113,19 @@ class CompatWorker(KVConnectorWorker):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def start(self, orders: KVConnectorMetadata) -> None:
-        if self._handshake is not None:  # there was nothing to report to before
-            handshake, self._handshake = self._handshake, None
-            self.report(KVConnectorOutput(info={HANDSHAKE: handshake}))
         for transfer_id in orders.cancels:  # a connector has no way to end a load early
             if not self._arrivals.has(transfer_id):
                 load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
                 self.report(KVConnectorOutput(loads=[load], saves=[save]))
-        if orders.params is None:
+        params = orders.params
+        if params is None:
             return
         if self._step is not None:  # its forward pass has failed
             self._end(self._step, has_computed=False)
-        step = self._step = _Step(orders.params)
+        step = self._step = _Step(params["step"], params)
         for order in orders.loads:
             self._arrivals.add(order.load_id)
-            self._loads[order.load_id] = order
-            request_id, is_async = orders.params["loads"][order.load_id]
-            if is_async:
-                self._async_ids.setdefault(request_id, []).append(order.load_id)
-            else:
+            if order.load_id in params["sync"]:
                 step.loads.append(order)
         self._begin(step)
 
@@ -122,6 +133,8 @@ class CompatWorker(KVConnectorWorker):
         foreign = self.foreign
         assert foreign is not None, "there is a cache before the first step"
         meta = step.params["meta"]
+        if self._crosses and meta is not None:
+            meta = ask(self.foreign, None, decode_object, meta)
         ask(self.foreign, None, foreign.handle_preemptions, meta)
         ask(self.foreign, None, foreign.bind_connector_metadata, meta)
         try:
@@ -143,41 +156,61 @@ class CompatWorker(KVConnectorWorker):
         for name, layer in self._layers.items() if has_computed else ():
             ask(self.foreign, None, foreign.save_kv_layer, name, layer, None)
         ask(self.foreign, None, foreign.wait_for_save)
-        sent, received = ask(self.foreign, (None, None), foreign.get_finished, step.params["finished"])
+        none, finished = TransferResults(), set(step.params["finished"])
+        results = ask(self.foreign, none, foreign.get_transfer_results, finished)
         invalid = ask(self.foreign, set(), foreign.get_block_ids_with_load_errors)
-        meta = ask(self.foreign, None, foreign.build_connector_worker_meta)
+        message = self._take_message(foreign)
         ask(self.foreign, None, foreign.clear_connector_metadata)
-        ended = [self._end_load(order, invalid, step.has_failed) for order in step.loads]
-        for request_id in received or ():
-            ids = self._async_ids.get(request_id)
-            if ids:
-                ended.append(self._end_load(self._loads[ids.pop(0)], invalid, has_failed=False))
-                if not ids:
-                    del self._async_ids[request_id]
-        if ended or sent or received or meta is not None:
-            info = {
-                "finished_sending": sent,
-                "finished_recving": received,
-                "invalid_block_ids": invalid,
-                "kv_connector_worker_meta": meta,
-            }
-            self.report(KVConnectorOutput(loads=ended, info=info))
+        unsent = self._unsent
+        unsent["sent"] += results.finished_sending or ()
+        unsent["received"] += results.finished_recving or ()
+        unsent["failed"] += results.failed_recving or ()
+        unsent["invalid"] += invalid
+        report = KVConnectorOutput([cut_load(order, invalid, has_failed=step.has_failed) for order in step.loads])
+        if message is not None or any(unsent.values()):
+            report.info = {name: _take(unsent[name]) for name in ("sent", "invalid", "failed")}
+            is_told = not (unsent["invalid"] or unsent["failed"])  # what is wrong comes no later than the end
+            report.info |= {"received": _take(unsent["received"]) if is_told else [], "message": message}
+        if self._crosses:
+            report.step = step.number  # the others report it, too
+            self.report(report)
+        elif report:
+            self.report(report)
 
-    def _end_load(self, order: LoadOrder, invalid: set[int], has_failed: bool) -> LoadResult:
-        """Returns the result of a load: what is before its first invalid block may be used."""
-        del self._loads[order.load_id]
-        size = len(order.keys)
-        bad = [index for ids in order.block_ids for index, block_id in enumerate(ids) if block_id in invalid]
-        num_good = 0 if has_failed else min(bad, default=size)
-        if num_good == size:
-            return LoadResult(order.load_id, size)
-        return LoadResult(order.load_id, num_good, "partial" if num_good else "failed", reason=FAILED)
+    def _take_message(self, foreign: KVConnectorBase_V1) -> Any:
+        """Returns the connector's objects for the scheduler half; None: there are none, or they cannot go there."""
+        message = {name: ask(foreign, None, getattr(foreign, method)) for name, method in MESSAGES.items()}
+        message[HANDSHAKE], self._handshake = self._handshake, None
+        message = {name: value for name, value in message.items() if value is not None}
+        if not message or not self._crosses:
+            return message or None
+        data: bytes | None = ask(foreign, None, encode_object, message)
+        if data is not None and len(data) > MAX_MESSAGE_BYTES:
+            logger.error(
+                "%s: %s of worker %d are dropped: %d bytes for the scheduler's half, and %d are the most for a step",
+                type(foreign).__name__, ", ".join(message), self.rank, len(data), MAX_MESSAGE_BYTES,
+            )  # fmt: skip
+            return None
+        return data
 
     def close(self) -> None:
         foreign, self.foreign = self.foreign, None
         self._layers, self._step = {}, None
         if foreign is not None:
             ask(self.foreign, None, foreign.shutdown)
+
+
+def _take(ids: list[Any]) -> list[Any]:
+    """Removes ids from the head of a list, as many as fit into a report, and returns them."""
+    count = num_bytes = 0
+    for one in ids[:MAX_INVALID]:
+        num_bytes += len(one) if isinstance(one, str) else 4
+        if num_bytes > MAX_IDS_BYTES and count:
+            break
+        count += 1
+    taken = ids[:count]
+    del ids[:count]
+    return taken
 
 
 def join_parts(kv_cache: KVCache) -> Tensor:

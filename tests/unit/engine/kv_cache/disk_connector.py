@@ -1,7 +1,9 @@
-"""A connector of files, a directory for each block and a file for each layer: synchronous, or in a thread."""
+"""A connector of files, a directory for each block and a file for each layer: synchronous, or in a thread. Each of
+several workers has a directory of its own."""
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from quire.failpoints import failpoint
 from quire.kv_store.connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 
@@ -25,13 +28,18 @@ class DiskConnector(KVConnectorBase_V1):
     """Saves what prompts fill in their first step."""
 
     may_load = Event()
-    """Asynchronous loads wait for it."""
+    """Asynchronous loads wait for it, unless `waits` is False in the configuration."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = self._kv_transfer_config
         self._root = Path(config.get_from_extra_config("shared_storage_path", None))
+        parallel = vllm_config.parallel_config
+        if parallel.world_size > 1:
+            self._root /= str(parallel.rank)  # the scheduler looks where the first worker writes
+        self.count_needed = config.get_from_extra_config("count_needed", None)
         self._is_async = config.get_from_extra_config("is_async", False)
+        self._waits = config.get_from_extra_config("waits", True)
         self._sends = config.get_from_extra_config("sends", False)
         self._block_size = vllm_config.cache_config.block_size
         self._new: dict[str, Any] = {}
@@ -74,6 +82,9 @@ class DiskConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._sends and bool(block_ids), {"num_blocks": len(block_ids)} if self._sends else None
 
+    def get_finished_count(self) -> int | None:
+        return self.count_needed  # type: ignore[no-any-return]
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.layers = kv_caches
 
@@ -86,12 +97,13 @@ class DiskConnector(KVConnectorBase_V1):
                 self.futures[request_id] = self._pool.submit(self._load_later, blocks)
 
     def _load_later(self, blocks: list[tuple[bytes, int]]) -> None:
-        assert self.may_load.wait(120)
+        assert not self._waits or self.may_load.wait(120)
         self._load(blocks)
 
     def _load(self, blocks: list[tuple[bytes, int]]) -> None:
         for digest, block_id in blocks:
             for name, layer in self.layers.items():
+                failpoint("kv.read")
                 try:
                     layer[:, block_id] = load_file(self._root / digest.hex() / f"{name}.safetensors")["kv"]
                 except OSError:
@@ -104,7 +116,9 @@ class DiskConnector(KVConnectorBase_V1):
         for digest, block_id in self._get_connector_metadata().saves:
             directory = self._root / digest.hex()
             directory.mkdir(parents=True, exist_ok=True)
-            save_file({"kv": kv_layer[:, block_id].clone()}, directory / f"{layer_name}.safetensors")
+            new = directory / f"{layer_name}.{os.getpid()}.new"
+            save_file({"kv": kv_layer[:, block_id].clone()}, new)
+            new.rename(directory / f"{layer_name}.safetensors")
 
     def wait_for_save(self) -> None:
         return

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import threading
 import types
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,25 @@ from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.kv_transfer import CONNECTORS, FOREIGN, KVTransferConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
+from quire.engine.executor.late_answers import MAX_BYTES, TransferReports
 from quire.engine.kv_cache import foreign
 from quire.engine.kv_cache.foreign import ForeignScheduler
 from quire.engine.request import RequestStatus
 from quire.errors import ConfigError
+from quire.kv_store.connector import TransferResults
 from quire.sampling_params import SamplingParams
 from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
 from quire.wire.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from quire.wire.kv_transfer import KVConnectorMetadata
+from quire.wire.serial import MsgpackDecoder, MsgpackEncoder
+from quire.wire.worker_calls import TransferReport, decode_late, encode_transfer_report
 from quire.worker.attention.backend import KVCache
 from quire.worker.kv_transfer.compat import CompatWorker, join_parts
+from quire.worker.kv_transfer.worker import KVConnectorWorker
 
 from .disk_connector import DiskConnector
 
@@ -50,11 +60,66 @@ class FakeMemoryWorker(CompatWorker):
         return {"layer": layer}, KVCacheConfig(memory.num_blocks, [], groups)
 
 
+class HalfMemoryWorker(FakeMemoryWorker):
+    """One of two workers: half of the bytes of each slot are in its layer."""
+
+    def describe_memory(self, memory: Any) -> tuple[dict[str, Any], KVCacheConfig]:
+        layers, config = super().describe_memory(memory)
+        parts = layers["layer"].unflatten(-1, (2, -1))
+        return {"layer": parts[..., self.rank, :]}, config
+
+
+class TwoHalves(KVConnectorWorker):
+    """Two workers on the fake executor's memory. Orders and reports pass the encoding of processes."""
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        super().__init__(config, rank)
+        self.workers = [HalfMemoryWorker(config, rank) for rank in range(2)]
+        self.reports = TransferReports(2)
+        for worker in self.workers:
+            worker.report = lambda report, rank=worker.rank: self._pass(encode_transfer_report(rank, report))  # type: ignore[misc]
+        self.late: deque[bytes] = deque()
+        """Reports of the second worker, which come a step later; empty: they come at once."""
+        self.is_late = False
+
+    def _pass(self, data: bytes) -> None:
+        assert len(data) <= MAX_BYTES
+        report = decode_late(data)
+        assert isinstance(report, TransferReport)
+        if report.rank and self.is_late:
+            self.late.append(data)
+        else:
+            self.reports.add(report.rank, report.output)
+
+    def register_kv_caches(self, memory: Any) -> None:
+        for worker in self.workers:
+            worker.register_kv_caches(memory)
+
+    def start(self, orders: KVConnectorMetadata) -> None:
+        self.reports.register_callback(self.report)
+        late, self.late = self.late, deque()
+        for data in late:
+            report: Any = decode_late(data)
+            self.reports.add(report.rank, report.output)
+        frames = MsgpackEncoder().encode(orders)
+        for worker in self.workers:
+            worker.start(MsgpackDecoder(KVConnectorMetadata).decode(frames))
+
+    def end_step(self) -> None:
+        for worker in self.workers:
+            worker.end_step()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
 @pytest.fixture(autouse=True)
 def fake_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "POLL_S", 0.0)  # a step may be made at any time
     row = CONNECTORS[FOREIGN]
     monkeypatch.setitem(CONNECTORS, "FakeMemory", row._replace(worker=f"{__name__}:FakeMemoryWorker"))
+    monkeypatch.setitem(CONNECTORS, "TwoFakeMemories", row._replace(worker=f"{__name__}:TwoHalves"))
 
 
 @pytest.fixture
@@ -81,13 +146,14 @@ def settle(module: str, name: str, policy: str = "recompute", **extra: Any) -> K
 class Engine:
     """A core whose answers are compared with the model's."""
 
-    def __init__(self, transfer: KVTransferConfig, num_blocks: int = 40) -> None:
+    def __init__(self, transfer: KVTransferConfig, num_blocks: int = 40, parallel: str = "") -> None:
         hf_config = HFConfig({"max_position_embeddings": 64}, Path())
         config = EngineConfig(
             model_config=ModelConfig(max_model_len=-1, hf_config=hf_config),
             cache_config=CacheConfig(block_size=SIZE, num_gpu_blocks_override=num_blocks),
             scheduler_config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
-            kv_transfer_config=replace(transfer, kv_connector="FakeMemory"),
+            parallel_config=ParallelConfig(**{parallel: 2} if parallel else {}),
+            kv_transfer_config=replace(transfer, kv_connector="TwoFakeMemories" if parallel else "FakeMemory"),
         )
         self.core = EngineCore(config, FakeExecutor, True)
         executor, scheduler = self.core.executor, self.core.scheduler
@@ -95,9 +161,10 @@ class Engine:
         self.executor, self.scheduler, self.exchange = executor, scheduler, scheduler.exchange  # type: ignore[attr-defined]
         half = self.exchange.connector
         assert isinstance(half, ForeignScheduler)
-        assert isinstance(executor.transfers, FakeMemoryWorker)
+        workers = executor.transfers.workers if isinstance(executor.transfers, TwoHalves) else [executor.transfers]
         self.scheduler_half: Any = half.foreign
-        self.worker_half: Any = executor.transfers.foreign
+        self.worker_halves: list[Any] = [worker.foreign for worker in workers]  # type: ignore[union-attr]
+        self.worker_half: Any = self.worker_halves[0]
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason | None] = {}
         self.num_external: dict[str, int] = {}
@@ -136,7 +203,7 @@ class Engine:
 
     def await_loads(self) -> None:
         """Waits for loads in threads, if they may load."""
-        for half in getattr(self.worker_half, "parts", [self.worker_half]):
+        for half in getattr(self.worker_half, "parts", self.worker_halves):
             if isinstance(half, DiskConnector) and DiskConnector.may_load.is_set():
                 wait(half.futures.values())
 
@@ -200,6 +267,13 @@ def saved(tmp_path: Path) -> Iterator[Path]:
     DiskConnector.may_load.clear()
     yield tmp_path
     DiskConnector.may_load.set()
+
+
+@pytest.fixture
+def saved_by_two(tmp_path: Path) -> Path:
+    DiskConnector.may_load.set()
+    run(settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path)), parallel="tensor_parallel_size")
+    return tmp_path
 
 
 def test_an_abort_while_a_load_is_under_way_leaks_nothing(saved: Path) -> None:
@@ -307,6 +381,205 @@ def test_a_step_that_fails_ends_its_loads(saved: Path, monkeypatch: pytest.Monke
     assert engine.held() == {}
 
 
+LAYOUTS = pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+
+
+@LAYOUTS
+def test_the_recipe_runs_with_several_workers(memory_connector: types.ModuleType, parallel: str) -> None:
+    """Workers in processes have a dict each; here each method gets its worker's."""
+    transfer = settle("memory_connector", "MemoryConnector")
+    stores: dict[int, dict[bytes, Any]] = {0: {}, 1: {}}
+
+    engine = Engine(transfer, parallel=parallel)
+    for half in engine.worker_halves:
+        store = stores[half._vllm_config.parallel_config.rank]
+        for name in ("start_load_kv", "save_kv_layer"):
+            setattr(half, name, with_store(memory_connector, store, getattr(half, name)))
+    engine.add("a")
+    engine.finish()
+    assert engine.num_external == {"a": 0}
+    assert stores[0].keys() == stores[1].keys() == memory_connector.STORED
+    assert engine.core.lifecycle.reset_prefix_cache()
+    engine.add("b")
+    engine.finish()
+    assert engine.num_external["b"] == 28
+    assert engine.held() == {}
+
+
+def with_store(module: types.ModuleType, store: dict[bytes, Any], method: Any) -> Any:
+    """Returns a method that is called with the dict of its worker."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module.STORE = store  # type: ignore[attr-defined]
+        return method(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+@LAYOUTS
+def test_several_workers_read_their_parts(tmp_path: Path, parallel: str, is_async: bool, is_late: bool) -> None:
+    transfer = settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path), is_async=is_async)
+    DiskConnector.may_load.set()
+    first = run(transfer, parallel=parallel)
+    assert first.num_external == {"a": 0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    for damage in (False, True):
+        engine = Engine(transfer, parallel=parallel)
+        engine.executor.transfers.is_late = is_late  # type: ignore[union-attr]
+        engine.add("a")
+        if damage:  # of one worker's part
+            digest = engine.scheduler.requests["a"].block_hashes[2].hex()
+            (tmp_path / "1" / digest / "layer.safetensors").unlink()
+        engine.finish()
+        assert engine.num_external == {"a": 8 if damage else 16}
+        engine.step(2)
+        assert engine.held() == {}
+        engine.core.shutdown()
+
+
+@pytest.mark.parametrize("count_needed", [None, 1])
+def test_a_load_ends_when_enough_workers_have_named_it(saved_by_two: Path, count_needed: int | None) -> None:
+    """One of them never does: with a connector that says so the load ends, and without it waits."""
+    transfer = settle(
+        DISK, "DiskConnector", shared_storage_path=str(saved_by_two), is_async=True, count_needed=count_needed
+    )
+    engine = Engine(transfer, parallel="tensor_parallel_size")
+    engine.worker_halves[1].get_finished = lambda finished: (None, None)
+    engine.add("a")
+    for _ in range(4):
+        engine.await_loads()
+        engine.step()
+    assert (engine.held() == {"loading": 4}) == (count_needed is None)
+    engine.worker_halves[1].get_finished = lambda finished: (None, {"a"} if count_needed is None else set())
+    engine.step()
+    engine.worker_halves[1].get_finished = lambda finished: (None, None)
+    engine.finish()
+    assert engine.num_external == {"a": 16}
+    engine.core.shutdown()
+
+
+def test_a_load_that_one_worker_calls_failed_is_computed(saved_by_two: Path) -> None:
+    transfer = settle(DISK, "DiskConnector", shared_storage_path=str(saved_by_two), is_async=True)
+    engine = Engine(transfer, parallel="tensor_parallel_size")
+    half, outputs = engine.worker_halves[1], list[Any]()
+    engine.scheduler_half.update_connector_output = outputs.append
+
+    def fail(finished: set[str]) -> TransferResults:
+        sent, received = half.get_finished(finished)
+        return TransferResults(sent, received, set(received))
+
+    half.get_transfer_results = fail
+    engine.add("a")
+    engine.finish()
+    assert engine.num_external == {"a": 0}
+    assert [output.failed_recving for output in outputs if output.finished_recving] == [{"a"}]
+    engine.core.shutdown()
+
+
+def test_blocks_of_several_workers_stay_until_all_have_sent_them(tmp_path: Path) -> None:
+    transfer = settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path), sends=True)
+    engine = run(transfer, num_blocks=10, parallel="tensor_parallel_size")
+    first, second = engine.worker_halves
+    second.get_finished = lambda finished: (set(), set())
+    engine.step(4)
+    assert not first.to_send
+    assert engine.held() == {"pinned": 9}
+    second.get_finished = lambda finished: ({"a"}, set())
+    engine.step(2)
+    assert engine.held() == {}
+    with pytest.raises(ConfigError, match="get_finished_count returns 3, and there are 2 workers"):
+        Engine(settle(DISK, "DiskConnector", shared_storage_path="", count_needed=3), parallel="tensor_parallel_size")
+
+
+@LAYOUTS
+def test_what_workers_say_is_joined(tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handshakes, outputs = list[Any](), list[Any]()
+    rank = "_vllm_config.parallel_config.rank"
+    monkeypatch.setattr(DiskConnector, "get_handshake_metadata", lambda self: attrgetter(rank)(self) + 100)
+    name = "set_xfer_handshake_metadata_pp_aware"
+    monkeypatch.setattr(DiskConnector, name, lambda self, found: handshakes.append(found))
+    monkeypatch.setattr(DiskConnector, "get_kv_connector_stats", lambda self: Counter(steps=1))
+    monkeypatch.setattr(DiskConnector, "build_connector_worker_meta", lambda self: Named({attrgetter(rank)(self)}))
+    monkeypatch.setattr(DiskConnector, "update_connector_output", lambda self, output: outputs.append(output))
+    run(settle(DISK, "DiskConnector", shared_storage_path=str(tmp_path)), parallel=parallel)
+    assert handshakes == [{(0, 0): 100, (0, 1) if parallel.startswith("tensor") else (1, 0): 101}]
+    metas = [output.kv_connector_worker_meta for output in outputs]
+    assert metas == [Named({0, 1}), None] * (len(outputs) // 2), "joined"
+    assert [output.kv_connector_stats for output in outputs] == [{"steps": 1}] * len(outputs), "one call for each"
+
+
+@dataclass
+class Named:
+    """A message that knows how it is joined."""
+
+    ranks: set[int]
+
+    def aggregate(self, other: Named) -> Named:
+        return Named(self.ranks | other.ranks)
+
+
+def test_what_cannot_go_to_other_processes_costs_the_load(
+    saved_by_two: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = settle(DISK, "DiskConnector", shared_storage_path=str(saved_by_two))
+    build = DiskConnector.build_connector_meta
+
+    def with_lock(self: Any, output: Any) -> Any:
+        meta: Any = build(self, output)
+        meta.lock = threading.Lock()
+        return meta
+
+    monkeypatch.setattr(DiskConnector, "get_kv_connector_stats", lambda self: bytes(1 << 16))
+    monkeypatch.setattr(DiskConnector, "build_connector_meta", with_lock)
+    assert run(transfer, parallel="tensor_parallel_size").num_external == {"a": 0}
+    assert "a _thread.lock cannot go to another process; use plain values" in caplog.text
+    assert "kv_connector_stats of worker 1 are dropped: 65" in caplog.text
+
+
+def test_reports_are_bounded(saved_by_two: Path) -> None:
+    """Later steps bring what does not fit; what is wrong with a load comes no later than its end."""
+    transfer = settle(DISK, "DiskConnector", shared_storage_path=str(saved_by_two))
+    engine = Engine(transfer, parallel="tensor_parallel_size")
+    outputs: list[Any] = []
+    engine.scheduler_half.update_connector_output = outputs.append
+    many = {f"{i:0100}" for i in range(500)}
+    for half in engine.worker_halves:
+        half.get_transfer_results = lambda finished: TransferResults(many, many, many)
+        half.get_block_ids_with_load_errors = lambda: set(range(5000, 10000))
+    engine.add("a", [9] * 9, max_tokens=1)
+    engine.step()
+    for half in engine.worker_halves:
+        half.get_transfer_results = lambda finished: TransferResults()
+        half.get_block_ids_with_load_errors = lambda: set()
+    for index in range(20):
+        engine.add(str(index), [index] * 9, max_tokens=1)
+        engine.step()
+    engine.finish()
+    for name in ("finished_sending", "finished_recving", "failed_recving"):
+        assert sorted(one for output in outputs for one in getattr(output, name) or ()) == sorted(many)
+    assert set().union(*(output.invalid_block_ids for output in outputs)) == set(range(5000, 10000))
+    first = next(index for index, output in enumerate(outputs) if output.finished_recving)
+    assert not any(output.invalid_block_ids for output in outputs[first + 1 :])
+
+
+def test_several_stages_need_a_connector_that_knows_them() -> None:
+    half: Any = make_half(DISK, "DiskConnector", shared_storage_path="").foreign
+    taken = list[Any]()
+    half.set_xfer_handshake_metadata = taken.append
+    half.set_xfer_handshake_metadata_pp_aware({(0, 0): "a", (0, 1): "b"})
+    assert taken == [{0: "a", 1: "b"}]
+    with pytest.raises(ValueError, match="several stages"):
+        half.set_xfer_handshake_metadata_pp_aware({(0, 0): "a", (1, 0): "b"})
+
+
+def test_connectors_of_several_agree_on_how_many_workers_name_a_request(tmp_path: Path) -> None:
+    parts = [part(DISK, "DiskConnector", shared_storage_path=str(tmp_path), count_needed=n) for n in (1, None)]
+    with pytest.raises(ConfigError, match="is not one number"):
+        Engine(of_several(*parts))
+
+
 def test_new_weights_drop_what_is_stored(memory_connector: types.ModuleType) -> None:
     engine = run(settle("memory_connector", "MemoryConnector"))
     calls: list[str] = []
@@ -336,6 +609,7 @@ def test_several_connectors_load_from_the_first_and_save_to_all(
     assert engine.held() == {}, "the second has sent"
     for digest in list(memory_connector.STORE)[:3]:
         del memory_connector.STORE[digest]
+        memory_connector.STORED.remove(digest)
     engine = run(transfer)
     assert engine.num_external == {"a": 16}, "from the second: the first has not the first block"
     engine = run(transfer)
@@ -384,8 +658,8 @@ def test_a_benchmark_of_decoding_computes_no_prompts() -> None:
     assert all(bool((slots[block.block_id] == 7).all()) for block in table[:7])
 
 
-def make_half(module: str, name: str, num_groups: int = 1) -> ForeignScheduler:
-    transfer = settle(module, name)
+def make_half(module: str, name: str, num_groups: int = 1, **extra: Any) -> ForeignScheduler:
+    transfer = settle(module, name, **extra)
     config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=transfer)
     groups = [KVCacheGroupSpec([str(i)], FullAttentionSpec(SIZE, 1, 1)) for i in range(num_groups)]
     return ForeignScheduler(config, KVCacheConfig(10, [], groups))
