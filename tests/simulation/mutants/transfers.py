@@ -234,7 +234,9 @@ def postponed_block_is_not_looked_at(patch: Patch) -> None:
 
     def offer(original: Any, self: BlockSaver, now: float) -> None:
         with patch.context() as meanwhile:
-            meanwhile.setattr("quire.engine.kv_cache.saver._has_content", lambda block, digest: True)
+            for block in self._manager.block_pool.blocks:
+                if block.content is not None:
+                    meanwhile.setattr(block, "forgotten_at", 0)
             original(self, now)
 
     wrap(patch, BlockSaver, "offer_postponed", offer)

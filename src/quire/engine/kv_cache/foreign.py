@@ -34,7 +34,7 @@ from quire.kv_store.connector import (
 from quire.logger import init_logger
 from quire.wire.execution import BlockIds, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
 
 logger = init_logger(__name__)
 
@@ -90,8 +90,6 @@ class ForeignScheduler(KVConnectorScheduler):
         self._errors: dict[str, QuireError] = {}
         self._sending: set[str] = set()
         """Ended requests whose blocks are held until they were sent."""
-        self._next_at = NEVER
-        self._step = SchedulerOutput()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -125,9 +123,6 @@ class ForeignScheduler(KVConnectorScheduler):
 
     def wants_saves(self, request: Request) -> bool:
         return False  # its worker half saves what its metadata names
-
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        return False
 
     @property
     def holds_blocks(self) -> bool:
@@ -180,24 +175,20 @@ class ForeignScheduler(KVConnectorScheduler):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def on_step(self, output: SchedulerOutput) -> None:
-        self._step = output
-
-    def build_connector_meta(self) -> dict[str, Any] | None:
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         begun = [load for load in self._loads.values() if load.order.load_id and not load.is_begun]
         for load in begun:
             load.is_begun = True
             self._tell_blocks(load.request, load.block_ids, load.num_tokens)
-        step = self._step
-        meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(step, begun))
+        meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(output, begun))
         is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
         is_waiting = is_waiting or ask(self.foreign, False, self.foreign.has_pending_push_work)
-        self._next_at = time.monotonic() + POLL_S if is_waiting else NEVER
+        self.next_step_at = time.monotonic() + POLL_S if is_waiting else NEVER
         return {
             "meta": meta,
             "loads": {load.order.load_id: (load.request.request_id, load.is_async) for load in begun},
-            "finished": step.finished_req_ids,
-            "num_tokens": step.total_num_scheduled_tokens,
+            "finished": output.finished_req_ids,
+            "num_tokens": output.total_num_scheduled_tokens,
         }
 
     def _describe(self, output: SchedulerOutput, begun: list[_Load]) -> Step:
@@ -224,9 +215,6 @@ class ForeignScheduler(KVConnectorScheduler):
             output.finished_req_ids,
             output.preempted_req_ids,
         )
-
-    def next_step_at(self) -> float:
-        return self._next_at
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if output.info is None:

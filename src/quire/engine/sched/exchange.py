@@ -149,7 +149,7 @@ class _Steps:
         self.num_received += 1
         num_requests = len(output.num_scheduled_tokens)
         if not num_requests or output.total_num_scheduled_tokens < PREFILL_TOKENS * num_requests:
-            return
+            return  # nearly all steps
         cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts.update((data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs)
@@ -241,7 +241,7 @@ class KVExchange(NoExchange, AdmissionGate):
         given to others since."""
         lease = self.connector.name_lease(request) if request.lora_request is None else None
         if lease is not None:
-            num_tokens = self.leases.grant(request, lease, self.saver.is_being_filled)
+            num_tokens = self.leases.grant(request, lease, self.saver.find_filled())
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -300,25 +300,28 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @property
     def _next_deadline(self) -> float:
-        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at())
+        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at)
 
     def begin_round(self) -> None:
+        saver = self.saver
+        if not (self.link.reports or self._deferred or saver.postponed):  # nearly always
+            now = self.clock()
+            if now < saver.next_deadline and now < self.loader.next_deadline and now < self.connector.next_step_at:
+                return
         is_room_awaited = bool(self._waits) and None in self._waits.values()
-        if self.link.has_reports:
-            self._take_reports()
+        self._take_reports()
         if self._deferred:
             for request in self._deferred:
                 self._waits.pop(request, None)
             self._deferred.clear()
         now = self.clock()
         if now >= self._next_deadline:
-            self.saver.give_up(now)
+            saver.give_up(now)
             for load in self.loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
         if not is_room_awaited:  # a request that waits for it comes before blocks to be saved
-            self.saver.note_scheduled(self._steps.num_sent)
-            self.saver.offer_postponed(now)
+            saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
         for came_at, report in self.link.take():
@@ -461,13 +464,13 @@ class KVExchange(NoExchange, AdmissionGate):
     def on_sent(self, output: SchedulerOutput) -> None:
         now, loader, saver, leases = self.clock(), self.loader, self.saver, self.leases
         self._steps.send(now)
-        saver.note_scheduled(self._steps.num_sent)
-        loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else []
-        self.connector.on_step(output)
-        params = self.connector.build_connector_meta()
-        if loads or saver.unsent or leases.unsent or params or self._has_cancels:
+        if self._manager.full_blocks:
+            saver.note_scheduled(self._steps.num_sent)
+        loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else None
+        params = self.connector.build_connector_meta(output)
+        if loads or params or saver.unsent or leases.unsent or loader.cancels or saver.cancels or leases.cancels:
             saves = saver.send(self._ids) + leases.send(self._ids)
-            output.kv_connector_metadata = KVConnectorMetadata(loads, saves, self._take_cancels(), params)
+            output.kv_connector_metadata = KVConnectorMetadata(loads or [], saves, self._take_cancels(), params)
         deadline = self._next_deadline
         if self._alarm_at != deadline:
             self._alarm_at = deadline
@@ -485,7 +488,8 @@ class KVExchange(NoExchange, AdmissionGate):
     def on_received(self, output: SchedulerOutput) -> None:
         now = self.clock()
         self._steps.receive(output, self.loader.cost, now)
-        self.saver.note_computed(self._steps.num_received, now)
+        if self.saver.steps:
+            self.saver.note_computed(self._steps.num_received, now)
 
     def on_abandoned(self) -> None:
         self._steps.abandon()
