@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quire.engine.executor.abstract import Executor
+from quire.engine.kv_cache.load_cost import NEVER
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 
 
@@ -18,9 +19,11 @@ class TransferLink:
     def __init__(self, executor: Executor, wake: Callable[[], None]) -> None:
         """`wake` is called on any thread. Raises ConfigError if the workers cannot transfer blocks."""
         self.reports: deque[tuple[float, KVConnectorOutput]] = deque()
-        """What `take` returns."""
+        """Reports that `take` returns."""
         self._has_reports = threading.Event()
         self._wake = wake
+        self.alarm_at = NEVER
+        """The time of the last alarm by the clock of the one that has set it, which keeps it here."""
         self._alarm = threading.Condition()
         self._alarm_at: float | None = None
         self._alarm_thread: threading.Thread | None = None

@@ -49,6 +49,7 @@ class ExternalMatch(NamedTuple):
 
 
 NO_MATCH = ExternalMatch(0)
+NONE_STORED = 0, 0
 
 
 class BlockChoice(NamedTuple):
@@ -217,8 +218,9 @@ class KVConnectorScheduler(ABC):
         return
 
     def count_stored(self) -> tuple[int, int]:
-        """Returns the number of blocks that can be found, and the bytes of the whole store."""
-        return 0, 0
+        """Returns the number of blocks that can be found, and the bytes of the whole store: the same object until they
+        change. Called for each step."""
+        return NONE_STORED
 
     def reset_cache(self) -> bool:
         """Drops what is stored. Returns False if that failed."""

@@ -29,7 +29,8 @@ class HeldBlocks:
         self._pool = pool
         self._held: dict[Hashable, tuple[HeldState, list[KVCacheBlock]]] = {}
         self.has_changed = True
-        """True if `count` may have another answer than when this was set to False."""
+        """True if `count` may have another answer than when this was set to False, or something else was counted of
+        transfers since."""
 
     def hold(self, holder: Hashable, state: HeldState, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes over one reference to each of `blocks`, in order of position. Null blocks are left out."""

@@ -257,7 +257,9 @@ class BlockSaver:
         draft = _Draft()
         for group_id, of_group in enumerate(audited):
             room = max(0, self._max_pinned_blocks - self._num_pinned - len(draft.blocks))
-            self.counts.num_audited["skipped"] += max(0, len(of_group.blocks) - room)
+            if len(of_group.blocks) > room:
+                self.counts.num_audited["skipped"] += len(of_group.blocks) - room
+                self._manager.held.has_changed = True
             draft.add(group_id, of_group.take(range(min(room, len(of_group.blocks)))))
         self._order(draft, now, is_audit=True)
 
@@ -284,6 +286,7 @@ class BlockSaver:
             self._drop("evicted", former is not None)
             self.postponed[block.block_id] = _Postponed(group_id, digest, parent, adapter, noted_at, now)
         self.counts.num_begun += num_begun
+        self._manager.held.has_changed = True
 
     def offer_postponed(self, now: float) -> None:
         """Orders saves of postponed blocks, as far as there are pins."""
@@ -333,6 +336,7 @@ class BlockSaver:
         """Counts blocks that are not saved, if there are any."""
         if number:
             self.counts.num_dropped[reason] += number
+            self._manager.held.has_changed = True
 
     def count_waiting(self) -> dict[str, int]:
         """Returns the number of blocks that are to be saved, by state: pinned for an order, or postponed. Among the

@@ -17,6 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import (
     NO_MATCH,
+    NONE_STORED,
     NOTHING_CHOSEN,
     BlockChoice,
     ExternalMatch,
@@ -290,8 +291,10 @@ class StoreScheduler(KVConnectorScheduler):
         logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
 
     def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
-        is_resetting, self._is_resetting = self._is_resetting, False
-        return {"reset": True} if is_resetting else None
+        if not self._is_resetting:
+            return None
+        self._is_resetting = False
+        return {"reset": True}
 
     def set_weights(self, path: str) -> None:
         self._generation += 1
@@ -301,7 +304,7 @@ class StoreScheduler(KVConnectorScheduler):
 
     def count_stored(self) -> tuple[int, int]:
         index = self._index
-        return (0, 0) if index is None else index.count()
+        return NONE_STORED if index is None else index.counts
 
     def reset_cache(self) -> bool:
         """Drops the records of this namespace: from the index now, and from the directory with the next step."""
