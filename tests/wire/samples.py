@@ -86,6 +86,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -272,8 +273,8 @@ REQUEST_SNAPSHOT = RequestSnapshot(
 )
 BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
 LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
-SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
-TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "lease")], [6], {"x": 1})
+SAVED_BLOCKS = SavedBlocks.of([SavedBlock(1, 5, BLOCK_KEY)])
+TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, SAVED_BLOCKS, "lease")], [6], {"x": 1})
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
 SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io", [2])
 
@@ -348,8 +349,8 @@ FULL: dict[str, Any] = {
     ),
     "BlockKey": BLOCK_KEY,
     "LoadOrder": LOAD_ORDER,
-    "SavedBlock": SAVED_BLOCK,
-    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease", {"x": 1}),
+    "SavedBlocks": SAVED_BLOCKS,
+    "SaveOrder": SaveOrder(8, SAVED_BLOCKS, "lease", {"x": 1}),
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,

@@ -234,10 +234,24 @@ def postponed_block_is_not_looked_at(patch: Patch) -> None:
 
     def offer(original: Any, self: BlockSaver, now: float) -> None:
         with patch.context() as meanwhile:
-            meanwhile.setattr("quire.engine.kv_cache.saver._has_content", lambda block, digest: True)
+            for block in self._manager.block_pool.blocks:
+                meanwhile.setattr(block, "forgotten_at", 0)
             original(self, now)
 
     wrap(patch, BlockSaver, "offer_postponed", offer)
+
+
+@tier_mutant
+def computed_block_is_not_looked_at(patch: Patch) -> None:
+    """A block is saved when the result of its step is in, whatever it holds then."""
+
+    def note_computed(original: Any, self: BlockSaver, step: int, now: float) -> None:
+        with patch.context() as meanwhile:
+            for block in self._manager.block_pool.blocks:
+                meanwhile.setattr(block, "forgotten_at", 0)
+            original(self, step, now)
+
+    wrap(patch, BlockSaver, "note_computed", note_computed)
 
 
 @tier_mutant

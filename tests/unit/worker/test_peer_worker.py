@@ -29,6 +29,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -73,7 +74,7 @@ class Engine:
             for key, block_id in zip(keys, ids, strict=True)
             if block_id
         ]
-        order = SaveOrder(self._next_id, blocks, name)
+        order = SaveOrder(self._next_id, SavedBlocks.of(blocks), name)
         self.worker.start(KVConnectorMetadata(saves=[order]))
         return order
 

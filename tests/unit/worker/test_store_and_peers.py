@@ -16,6 +16,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -49,8 +50,8 @@ class Engine:
         return self.wait()
 
     @staticmethod
-    def blocks(first: int) -> list[SavedBlock]:
-        return [SavedBlock(0, first + i, key) for i, key in enumerate(KEYS)]
+    def blocks(first: int) -> SavedBlocks:
+        return SavedBlocks.of(SavedBlock(0, first + i, key) for i, key in enumerate(KEYS))
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
     TransferAggregator,
@@ -104,7 +105,7 @@ class Engine:
 
     def save_order(self, keys: list[BlockKey], block_ids: list[int], group: int = 0) -> SaveOrder:
         blocks = [SavedBlock(group, block_id, key) for key, block_id in zip(keys, block_ids, strict=True)]
-        return SaveOrder(self.next_id(), blocks)
+        return SaveOrder(self.next_id(), SavedBlocks.of(blocks))
 
     def save(self, keys: list[BlockKey], block_ids: list[int], group: int = 0) -> SaveResult:
         self.worker.start(KVConnectorMetadata(saves=[self.save_order(keys, block_ids, group)]))

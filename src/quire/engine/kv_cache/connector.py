@@ -17,9 +17,18 @@ from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.request import Request
 from quire.errors import QuireError
+from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
 
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
@@ -40,12 +49,25 @@ class ExternalMatch(NamedTuple):
 
 
 NO_MATCH = ExternalMatch(0)
+NONE_STORED = 0, 0
+
+
+class BlockChoice(NamedTuple):
+    """Which of some computed blocks are to be saved."""
+
+    wanted: Sequence[int]
+    """Indices, in order."""
+    num_decided: int
+    """Leading blocks that were decided on; the rest cannot be saved now."""
+
+
+NOTHING_CHOSEN = BlockChoice((), 0)
 
 
 class KVConnectorScheduler(ABC):
     """The scheduler half. Runs on the core's loop: no file, no socket and no hashing of data here.
 
-    All methods but two do nothing unless they are overridden.
+    All methods but one do nothing unless they are overridden.
     """
 
     asks_again = True
@@ -59,6 +81,9 @@ class KVConnectorScheduler(ABC):
         self.kv_cache_config = kv_cache_config
         self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.block_size = self.specs[0].block_size if self.specs else 1
+
+    next_step_at = NEVER
+    """The time (`time.monotonic`) at which a step is made even if there is nothing to compute."""
 
     audits: LoadAudits | None = None
     """Loads that are computed instead, to be compared; None: there are none."""
@@ -126,16 +151,16 @@ class KVConnectorScheduler(ABC):
         computed blocks are postponed, and offered later if they are still in the cache."""
         return 0.0
 
-    @abstractmethod
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        """Returns whether a computed block is to be saved: it is not stored yet, and there is room. Called once for
-        each full block, when the result of its step is in, or when it is not postponed any more."""
+    def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
+        """Returns which computed blocks are to be saved: those that are not stored yet, as far as there is room. Called
+        once for each full block, when the result of its step is in, and again if it could not be saved then."""
+        return NOTHING_CHOSEN
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         """Notes the end of a save: an index learns what can be found."""
         return
 
-    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
         """Returns the message to the worker half about an audit: where what is stored of `blocks` is."""
         return {}
 
@@ -178,20 +203,13 @@ class KVConnectorScheduler(ABC):
         """Returns whether it holds blocks that a report will give back, besides those of loads and saves."""
         return False
 
-    def next_step_at(self) -> float:
-        """Returns the time (`time.monotonic`) at which a step is made even if there is nothing to compute."""
-        return NEVER
-
-    def on_step(self, output: SchedulerOutput) -> None:
-        """Takes a step that is about to be sent, before `build_connector_meta`."""
-        return
-
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Takes in a report of the worker half, before `on_load_finished` and `on_save_finished`."""
         return
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half with the next step; None: nothing, and no step is made for it."""
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+        """Returns what is sent to the worker half with a step that is about to be sent; None: nothing, and no step is
+        made for it."""
         return None
 
     def set_weights(self, path: str) -> None:
@@ -200,8 +218,9 @@ class KVConnectorScheduler(ABC):
         return
 
     def count_stored(self) -> tuple[int, int]:
-        """Returns the number of blocks that can be found, and the bytes of the whole store."""
-        return 0, 0
+        """Returns the number of blocks that can be found, and the bytes of the whole store: the same object until they
+        change. Called for each step."""
+        return NONE_STORED
 
     def reset_cache(self) -> bool:
         """Drops what is stored. Returns False if that failed."""

@@ -25,9 +25,10 @@ from quire.kv_store.peer.client import PeerList
 from quire.kv_store.peer.rests import Rests
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_peers import MAX_KEYS
-from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import REJECTIONS, KVConnectorOutput, LoadOrder, LoadResult
 
 logger = init_logger(__name__)
 
@@ -215,9 +216,6 @@ class PeerScheduler(KVConnectorScheduler):
     def wants_saves(self, request: Request) -> bool:
         return False
 
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        return False
-
     # -- leases ------------------------------------------------------------------------------------------------
 
     def name_lease(self, request: Request) -> str | None:
@@ -265,7 +263,7 @@ class PeerScheduler(KVConnectorScheduler):
         message, self._message = self._message, {}
         return message or None
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         return self.take_message()
 
     def set_weights(self, path: str) -> None:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.connector import (
+    NO_MATCH,
+    NONE_STORED,
+    NOTHING_CHOSEN,
+    BlockChoice,
+    ExternalMatch,
+    KVConnectorScheduler,
+    find_longest_match,
+)
 from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
@@ -23,14 +32,16 @@ from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
 from quire.logger import init_logger
+from quire.wire.block_hash import BlockHash
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import (
     REJECTIONS,
-    BlockKey,
     KVConnectorOutput,
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -51,8 +62,13 @@ class WriteBudget:
         self._rate, self._clock = bytes_per_s, clock
         self._left, self._ts = float(bytes_per_s), clock()
 
+    def count(self, num_bytes: int) -> int:
+        """Returns how many times `num_bytes` may be taken: as long as there are any left. A debt is paid before the
+        next."""
+        return 0 if self.seconds_left() > 0 else math.ceil(self._left / max(1, num_bytes))
+
     def take(self, num_bytes: int) -> bool:
-        """Takes `num_bytes` if there are any left; a debt is paid before the next."""
+        """Takes `num_bytes` if there are any left."""
         if self.seconds_left() > 0:
             return False
         self._left -= num_bytes
@@ -73,10 +89,10 @@ class WriteLimits:
 
     def __init__(self, bytes_per_s: int) -> None:
         self._budget = WriteBudget(bytes_per_s)
-        self._ordered: dict[tuple[int, bytes], float] = {}
-        """Blocks (group, digest) that were ordered lately, and when."""
-        self._forget_ts = float("-inf")
-        """Time at which those of `_ordered` that were ordered long ago are forgotten."""
+        self._ordered: dict[int, set[bytes]] = {}
+        """Digests of the blocks that were ordered lately, per group."""
+        self._by_age: deque[tuple[float, int, Sequence[bytes]]] = deque()
+        """The same in order: when they were ordered, group, digests."""
         self._rest_ts = float("-inf")
 
     def seconds_left(self) -> float:
@@ -87,26 +103,36 @@ class WriteLimits:
         """Orders nothing for a while: writing has failed."""
         self._rest_ts = time.monotonic() + REST_S / 10
 
-    def take(self, name: tuple[int, bytes], num_bytes: int, is_there: Callable[[], bool]) -> bool:
-        """Returns whether a block is to be written, which counts as ordered then. `is_there`: the store has it."""
+    def take(self, group_id: int, digests: Sequence[bytes], num_bytes: int, index: PartsIndex) -> BlockChoice:
+        """Returns which blocks, each of `num_bytes`, are to be written; these count as ordered then."""
         now = time.monotonic()
-        if now < self._rest_ts:
-            return False
-        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
-            self._forget_ts = now + 1.0
-            self._ordered = {name: ts for name, ts in self._ordered.items() if ts >= now - SAVED_S}
-        if name in self._ordered or is_there() or not self._budget.take(num_bytes):
-            return False
-        self._ordered[name] = now
-        return True
+        most = 0 if now < self._rest_ts else self._budget.count(num_bytes)
+        if not most:
+            return NOTHING_CHOSEN
+        while self._by_age and self._by_age[0][0] < now - SAVED_S:
+            _, group, former = self._by_age.popleft()
+            self._ordered[group].difference_update(former)
+        ordered = self._ordered.setdefault(group_id, set())
+        if ordered.isdisjoint(digests) and index.has_none(digests, group_id):  # nearly always
+            num_decided = min(most, len(digests))
+            wanted: Sequence[int] = range(num_decided)
+        else:
+            fresh = [i for i, d in enumerate(digests) if d not in ordered and not index.contains(d, group_id)]
+            wanted, num_decided = fresh[:most], fresh[most] if most < len(fresh) else len(digests)
+        names = digests if len(wanted) == len(digests) else [digests[i] for i in wanted]
+        ordered.update(names)
+        self._by_age.append((now, group_id, names))
+        self._budget.take(num_bytes * len(wanted))
+        return BlockChoice(wanted, num_decided)
 
-    def forget(self, name: tuple[int, bytes]) -> None:
+    def forget(self, group_id: int, digest: bytes) -> None:
         """Lets a block be ordered again."""
-        self._ordered.pop(name, None)
+        self._ordered.get(group_id, set()).discard(digest)
 
     def forget_all(self) -> None:
         """Lets all blocks be ordered again."""
         self._ordered.clear()
+        self._by_age.clear()
 
 
 class StoreScheduler(KVConnectorScheduler):
@@ -171,8 +197,8 @@ class StoreScheduler(KVConnectorScheduler):
         groups = range(len(self.specs))
         order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
 
-    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
-        return self._locate([[(block.key.digest, block.group_id) for block in blocks]])
+    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
+        return self._locate([list(zip(blocks.digests, blocks.group_ids, strict=True))])
 
     def on_difference(self, block: SavedBlock) -> None:
         if self._index is not None:
@@ -205,7 +231,7 @@ class StoreScheduler(KVConnectorScheduler):
             key = order.keys[result.num_verified]
             for group_id in range(len(self.specs)):
                 self._index.forget(key.digest, group_id)
-                self._limits.forget((group_id, key.digest))
+                self._limits.forget(group_id, key.digest)
 
     # -- saves -------------------------------------------------------------------------------------------------
 
@@ -223,16 +249,16 @@ class StoreScheduler(KVConnectorScheduler):
             return math.inf  # the worker half reports the namespace
         return self._limits.seconds_left()
 
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+    def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
         index = self._index
         if index is None:
-            return False
-        name, num_bytes = (group_id, key.digest), self._payload_bytes[group_id]
-        return self._limits.take(name, num_bytes, lambda: index.contains(key.digest, group_id))
+            return NOTHING_CHOSEN
+        return self._limits.take(group_id, digests, self._payload_bytes[group_id], index)
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
-        for block in order.blocks[result.num_saved :]:
-            self._limits.forget((block.group_id, block.key.digest))
+        blocks = order.blocks
+        for index in range(result.num_saved, len(blocks)):
+            self._limits.forget(blocks.group_ids[index], blocks.digests[index])
         if result.reason in ("full", "error"):
             self._limits.rest()
 
@@ -264,9 +290,11 @@ class StoreScheduler(KVConnectorScheduler):
         self._index, self._scanner = index, StoreScanner(index)
         logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
-        is_resetting, self._is_resetting = self._is_resetting, False
-        return {"reset": True} if is_resetting else None
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+        if not self._is_resetting:
+            return None
+        self._is_resetting = False
+        return {"reset": True}
 
     def set_weights(self, path: str) -> None:
         self._generation += 1
@@ -275,7 +303,8 @@ class StoreScheduler(KVConnectorScheduler):
             self.stored.clear()
 
     def count_stored(self) -> tuple[int, int]:
-        return (0, 0) if self._index is None else (self._index.num_blocks, self._index.num_bytes)
+        index = self._index
+        return NONE_STORED if index is None else index.counts
 
     def reset_cache(self) -> bool:
         """Drops the records of this namespace: from the index now, and from the directory with the next step."""

@@ -276,7 +276,7 @@ class Save:
         thread that is not."""
         start_ts = time.monotonic()
         reason = "" if self._namespace is not None else "error"
-        for block in self.order.blocks[self._num_saved :]:
+        for index in range(self._num_saved, len(self.order.blocks)):
             if self._is_cancelled or self._namespace is None:
                 break
             age = time.monotonic() - self._came_at
@@ -287,6 +287,7 @@ class Save:
                 self._seconds += time.monotonic() - start_ts
                 return False
             try:
+                block = self.order.blocks[index]
                 header = self._namespace.header_of(block.group_id, block.key)
                 reason = writer.append(header, [self._namespace.blocks.copy_out(block.group_id, block.block_id)])
             except Exception:

@@ -18,6 +18,7 @@ from quire.kv_transfer_params import parse_transfer_params
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from quire.wire.kv_peers import pack_bits
 from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
@@ -64,26 +65,26 @@ class Half:
 def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_starts() -> None:
     half = Half()
     request = half.add(OFFER)
-    assert half.half.build_connector_meta() == {"keep": [("lease", [(ADDRESS, "i")])]}
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"keep": [("lease", [(ADDRESS, "i")])]}
     load = {"peers": [(ADDRESS, "i")], "lease": "lease"}
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", load)
     assert half.match(request, 8) == ExternalMatch(20, f"p2p:{ADDRESS}", load)
     assert half.match(request, 28) == NO_MATCH
     half.half.request_started(request)
-    assert half.half.build_connector_meta() == {"release": ["lease"]}
-    assert half.half.build_connector_meta() is None
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
+    assert half.half.build_connector_meta(SchedulerOutput()) is None
     assert half.match(request) == NO_MATCH, "preempted: the lease is over"
     half.half.request_finished(request)
-    assert half.half.build_connector_meta() is None
+    assert half.half.build_connector_meta(SchedulerOutput()) is None
 
 
 @pytest.mark.parametrize("name", ["request_started", "request_finished"])
 def test_a_lease_is_released_however_the_request_goes_on(name: str) -> None:
     half = Half()
     request = half.add(OFFER)
-    half.half.build_connector_meta()
+    half.half.build_connector_meta(SchedulerOutput())
     getattr(half.half, name)(request)
-    assert half.half.build_connector_meta() == {"release": ["lease"]}
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_peer_that_cannot_be_used_rests(clock: list[float]) -> None:
 def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
     half = Half(FULL, WINDOW, tiers=["tcp://a:1", "tcp://b:1"])
     request = half.add()
-    message = half.half.build_connector_meta()
+    message = half.half.build_connector_meta(SchedulerOutput())
     assert message == {"ask": {"r": [(group, digest) for group in (0, 1) for digest in request.block_hashes]}}
     assert half.match(request) is None
     assert not half.half.asks_again
@@ -252,7 +253,7 @@ def test_each_worker_takes_from_the_one_of_its_rank() -> None:
     assert half.match(half.add(OFFER | RANKS)) == NO_MATCH, "one worker has not reported what its blocks are"
     half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
     request, sites = half.add(OFFER | RANKS), [(ADDRESS, "i"), ("tcp://10.0.0.9:5601", "j")]
-    assert half.half.build_connector_meta() == {"keep": [("lease", sites)]}
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"keep": [("lease", sites)]}
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", {"peers": sites, "lease": "lease"})
 
 
@@ -263,7 +264,7 @@ def test_other_numbers_of_workers_and_hosts_that_are_no_peers_are_none(ranks: di
     half = Half(num_workers=2)
     half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
     assert half.match(half.add(OFFER | ranks)) == NO_MATCH
-    assert half.half.build_connector_meta() is None, "nothing is connected to"
+    assert half.half.build_connector_meta(SchedulerOutput()) is None, "nothing is connected to"
 
 
 def test_a_server_must_have_the_parts_of_all_workers() -> None:

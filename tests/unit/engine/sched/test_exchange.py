@@ -637,7 +637,7 @@ def test_a_postponed_block_that_is_filled_again_is_not_saved_before_it_is_comput
     """Its content can be hit as soon as the step is scheduled, under the digest that was postponed."""
     engine = postpone(tier)
     pool, hashes = engine.scheduler.kv_cache_manager.block_pool, {b.block_hash: b for b in cached_blocks(engine)}
-    postponed = [pool.blocks[block_id] for block_id in engine.exchange.saver._postponed]
+    postponed = [pool.blocks[block_id] for block_id in engine.exchange.saver.postponed]
     pool.evict_blocks(pool.blocks)
     pool.free_blocks([*postponed, *(b for b in pool.get_new_blocks(39) if b not in postponed)])
     engine.add("b", skips=True)
@@ -886,7 +886,7 @@ def test_a_block_that_a_step_in_flight_fills_is_not_leased(tier: FakeTier) -> No
     """Another request may compute the same content, and its block be found."""
     tier.lease_interval = 1
     engine = Engine(tier)
-    engine.exchange.saver.is_being_filled = lambda block_id: block_id == 3  # type: ignore[method-assign]
+    engine.exchange.saver.find_filled = lambda: {3}  # type: ignore[method-assign]
     engine.add("a", max_tokens=1)
     engine.finish()
     assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 0}}
