@@ -8,7 +8,7 @@ import msgspec
 
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.held import HeldBlocks
-from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
+from quire.engine.kv_cache.loader import BlockLoader, JointStart, Load, RecordCounts
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.kv_cache.saver import BlockSaver
 from quire.engine.request import Request
@@ -272,3 +272,26 @@ def leased_blocks_are_given_away(patch: Patch) -> None:
     """Blocks that another engine was promised are free."""
 
     patch.setattr(HeldBlocks, "lease", lambda self, holder, tables: self.hold(holder, "leased", []))
+
+
+@tier_mutant
+def waits_for_loads_beside_steps(patch: Patch) -> None:
+    """A request that has loaded waits for the loads of others though another request has started."""
+
+    def note_started(original: Any, self: JointStart, request: Request) -> None:
+        with patch.context() as meanwhile:
+            meanwhile.setattr(JointStart, "release", lambda self: None)
+            original(self, request)
+
+    wrap(patch, JointStart, "note_started", note_started)
+
+
+@tier_mutant
+def waits_for_loads_that_were_given_up(patch: Patch) -> None:
+    """A request that has loaded waits for the loads of others though these were given up."""
+
+    def note_end(original: Any, self: JointStart, load: Load, now: float, *, may_hold: bool) -> None:
+        if load.stage == "ended":
+            original(self, load, now, may_hold=may_hold)
+
+    wrap(patch, JointStart, "note_end", note_end)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ from quire.worker.kernels.native import NativeKernels
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
 from quire.worker.kv_transfer import transfers
 from quire.worker.kv_transfer.store_worker import StoreWorker
-from quire.worker.kv_transfer.transfers import NO_PLACE
+from quire.worker.kv_transfer.transfers import NO_PLACE, BlockBytes
 from tests.checkpoints import MakeCheckpoint
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -567,3 +568,20 @@ def test_the_namespace_is_reported_to_a_callback_that_comes_later(tmp_path: Path
     worker.report = reports.append
     assert [report.info is not None for report in reports] == [True]
     worker.close()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_pieces_of_a_block_are_its_rows_whatever_their_sizes(step: int) -> None:
+    """`step` 2: the parts are not in one piece."""
+    parts = [np.arange(step * size * 5, dtype=np.uint8).reshape(5, -1)[:, ::step] for size in (8, 8, 4, 8)]
+    blocks = BlockBytes([parts, []])
+    assert blocks.payload_bytes == [28, 0]
+    for block_id in range(5):
+        pieces = blocks.pieces(0, block_id)
+        assert [piece.tobytes() for piece in pieces] == [part[block_id].tobytes() for part in parts]
+    blocks.pieces(0, 3)[2][:] = b"here"
+    assert parts[2][3].tobytes() == b"here"
+    assert blocks.pieces(1, 3) == []

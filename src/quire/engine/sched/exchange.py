@@ -221,13 +221,14 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- the gate ----------------------------------------------------------------------------------------------
 
     def is_ready(self, request: Request) -> bool:
-        return request not in self._waits
+        return request not in self._waits and not self.loader.starts.is_held(request)
 
     def get_error(self, request: Request) -> QuireError | None:
         return self.connector.get_error(request)
 
     def note_left(self, request: Request) -> None:
         self._waits.pop(request, None)
+        self.loader.starts.note_left(request)
         self._release(request)
         load = self.loader.active.get(request)
         if load is not None:
@@ -287,12 +288,14 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @property
     def _next_deadline(self) -> float:
-        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at)
+        loader, saver = self.loader, self.saver
+        return min(loader.next_deadline, loader.starts.deadline, saver.next_deadline, self.connector.next_step_at)
 
     def begin_round(self) -> None:
-        saver = self.saver
+        loader, saver = self.loader, self.saver
         is_quiet = not (self.link.reports or self._deferred or saver.postponed)
-        if is_quiet and saver.next_deadline is self.loader.next_deadline is self.connector.next_step_at is NEVER:
+        is_quiet = is_quiet and saver.next_deadline is loader.next_deadline is loader.starts.deadline is NEVER
+        if is_quiet and self.connector.next_step_at is NEVER:
             return  # nearly always
         is_room_awaited = bool(self._waits) and None in self._waits.values()
         self._take_reports()
@@ -303,7 +306,8 @@ class KVExchange(NoExchange, AdmissionGate):
         now = self.clock()
         if now >= self._next_deadline:
             saver.give_up(now)
-            for load in self.loader.check_deadlines(now):
+            loader.starts.check_deadline(now)
+            for load in loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
         if not is_room_awaited:  # a request that waits for it comes before blocks to be saved
@@ -404,6 +408,7 @@ class KVExchange(NoExchange, AdmissionGate):
             self._stats.load_seconds.append(now - load.began)
             request.report.load_span = load.began, now
         request.end_load()
+        self.loader.starts.note_end(load, self.clock(), may_hold=outcome == "ok" and not request.is_finished)
         self._unblock(load)
 
     def _unblock(self, load: Load | None) -> None:
@@ -445,6 +450,7 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
         self._release(request)
+        self.loader.starts.note_started(request)
         self.connector.request_started(request)
         self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
         if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +48,16 @@ class BlockBytes:
         self.payload_bytes = [sum(part.shape[1] for part in group) for group in parts]
         """Bytes of a block, per group."""
         self._memory = [
-            [(part.reshape(-1).data, part.shape[1]) for part in group]
+            [
+                (size, [part.reshape(-1).data for part in alike])
+                for size, alike in groupby(group, key=lambda part: part.shape[1])
+            ]
             if all(part.flags.c_contiguous for part in group)
             else None
             for group in parts
         ]
-        """Memory of each part and its bytes in a block, which cost less to slice than rows. None: not in one piece."""
+        """Bytes of a part in a block, and the memory of all parts with as many that follow one another: to cut one slice
+        from each takes a third of the time of rows. None: not in one piece."""
 
     @staticmethod
     def of_memory(memory: KVCacheMemory) -> BlockBytes:
@@ -67,7 +72,11 @@ class BlockBytes:
         memory = self._memory[group]
         if memory is None:
             return [part[block_id].data for part in self._parts[group]]
-        return [data[block_id * size : (block_id + 1) * size] for data, size in memory]
+        pieces: list[memoryview] = []
+        for size, parts in memory:
+            place = slice(block_id * size, (block_id + 1) * size)
+            pieces += [data[place] for data in parts]
+        return pieces
 
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
