@@ -261,14 +261,17 @@ class KVExchange(NoExchange, AdmissionGate):
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
         new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
+        if self.connector.remote_saves is not None:
+            self.connector.remote_saves.move_to(new)
         new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         stats.kv_transfer = new
 
     def _has_counted(self) -> bool:
         """Returns whether anything was counted since the last statistics."""
-        own, saves = self._stats, self.saver.counts
+        own, saves, remote_saves = self._stats, self.saver.counts, self.connector.remote_saves
         return bool(
-            saves.num_begun
+            (remote_saves is not None and remote_saves.has_changed)
+            or saves.num_begun
             or saves.num_saved
             or saves.num_dropped
             or saves.num_audited
