@@ -170,6 +170,8 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     reason: str = ""
     differing: list[int] = []
     """Blocks of an audit that are not what is stored, by index in the order; `num_saved` are the same."""
+    num_present: int = 0
+    """Saved blocks that were there before, and were not written again."""
 
 
 def cut_load(order: LoadOrder, invalid: Set[int], *, has_failed: bool = False) -> LoadResult:

@@ -8,6 +8,7 @@ it allocates, fences, waits, gives up, registers what is verified, pins what is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ from quire.wire.kv_transfer import (
     SaveOrder,
     SaveResult,
 )
+from quire.wire.stats import KVTransferStats
 
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
@@ -64,6 +66,30 @@ class BlockChoice(NamedTuple):
 NOTHING_CHOSEN = BlockChoice((), 0)
 
 
+class RemoteSaves:
+    """Counts of records that are put to a block server, of all workers, since the last statistics."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.outcomes = Counter[str]()
+        self.has_changed = False
+        self._num_waiting: dict[int, int] = {}
+        """Numbers by rank."""
+
+    def add(self, rank: int, counts: dict[str, Any]) -> None:
+        """Takes in a worker's report."""
+        self.num_begun += counts["begun"]
+        self.outcomes.update(counts["outcomes"])
+        self._num_waiting[rank] = counts["waiting"]
+        self.has_changed = True
+
+    def move_to(self, stats: KVTransferStats) -> None:
+        """Adds the counts to statistics, and begins anew."""
+        stats.num_remote_saves_begun, self.num_begun = self.num_begun, 0
+        stats.num_remote_saves, self.outcomes = dict(self.outcomes), Counter()
+        stats.num_waiting_remote_saves, self.has_changed = sum(self._num_waiting.values()), False
+
+
 class KVConnectorScheduler(ABC):
     """The scheduler half. Runs on the core's loop: no file, no socket and no hashing of data here.
 
@@ -87,6 +113,9 @@ class KVConnectorScheduler(ABC):
 
     audits: LoadAudits | None = None
     """Loads that are computed instead, to be compared; None: there are none."""
+
+    remote_saves: RemoteSaves | None = None
+    """Counts of what a block server is given; None: there is none."""
 
     stored: StoredBlocks | None = None
     """Blocks of the store, for KV cache events; None: they are not published."""
@@ -229,6 +258,14 @@ class KVConnectorScheduler(ABC):
     def shutdown(self) -> None:
         """Releases its resources. May be called twice."""
         return
+
+
+def is_kept_off(request: Request, *, skips_salted: bool) -> bool:
+    """Returns whether the blocks of a request must not be stored: it says so, or has a salt and those are skipped."""
+    params = request.sampling_params
+    extra_args = None if params is None else params.extra_args
+    says_so = extra_args is not None and extra_args.get("kv_store") is False
+    return says_so or (skips_salted and request.cache_salt is not None)
 
 
 def find_longest_match(

@@ -367,8 +367,9 @@ class BlockSaver:
             self._end_audit(order, result)
             return
         self._connector.on_save_finished(order, result)
-        self.counts.num_saved += result.num_saved
-        if result.num_saved:
+        self.counts.num_saved += result.num_saved - result.num_present
+        self._drop("present", result.num_present)
+        if result.num_saved > result.num_present:
             self.counts.save_lags.append(ended_at - self._computed_at[id(order)])
         if result.num_saved < len(order.blocks):
             reason = "pins" if result.outcome in ("cancelled", "unknown") else result.reason or "error"

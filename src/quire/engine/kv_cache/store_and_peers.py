@@ -45,6 +45,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         self.audits, self.stored = self._store.audits, self._store.stored
+        self.remote_saves = self._peers.remote_saves
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
     @classmethod

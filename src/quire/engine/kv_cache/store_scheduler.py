@@ -7,9 +7,7 @@ each worker of the engine writes and reads its part of a block, as a record of i
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,15 @@ from quire.engine.kv_cache.connector import (
     ExternalMatch,
     KVConnectorScheduler,
     find_longest_match,
+    is_kept_off,
 )
 from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
 from quire.errors import ConfigError
-from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
+from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
@@ -48,91 +47,8 @@ from quire.wire.kv_transfer import (
 
 logger = init_logger(__name__)
 
-MAX_WRITE_BYTES_PER_S = 200_000_000
 SOURCE = "disk"
 NO_PLACE = -1
-SAVED_S = 5.0
-"""Time for which a block is taken as written before a scan has found it."""
-
-
-class WriteBudget:
-    """A rate of bytes with a burst of one second."""
-
-    def __init__(self, bytes_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = bytes_per_s, clock
-        self._left, self._ts = float(bytes_per_s), clock()
-
-    def count(self, num_bytes: int) -> int:
-        """Returns how many times `num_bytes` may be taken: as long as there are any left. A debt is paid before the
-        next."""
-        return 0 if self.seconds_left() > 0 else math.ceil(self._left / max(1, num_bytes))
-
-    def take(self, num_bytes: int) -> bool:
-        """Takes `num_bytes` if there are any left."""
-        if self.seconds_left() > 0:
-            return False
-        self._left -= num_bytes
-        return True
-
-    def seconds_left(self) -> float:
-        """Returns the seconds until some bytes are left; 0: there are now."""
-        if self._left > 0:
-            return 0.0
-        now = self._clock()
-        self._left = min(float(self._rate), self._left + (now - self._ts) * self._rate)
-        self._ts = now
-        return 0.0 if self._left > 0 else max(1e-3, -self._left / self._rate)
-
-
-class WriteLimits:
-    """Limits what is ordered to be written: by a rate, by what was ordered lately, and by a rest after a failure."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._budget = WriteBudget(bytes_per_s)
-        self._ordered: dict[int, set[bytes]] = {}
-        """Digests of the blocks that were ordered lately, per group."""
-        self._by_age: deque[tuple[float, int, Sequence[bytes]]] = deque()
-        """The same in order: when they were ordered, group, digests."""
-        self._rest_ts = float("-inf")
-
-    def seconds_left(self) -> float:
-        """Returns the seconds until anything may be written; 0: it may now."""
-        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
-
-    def rest(self) -> None:
-        """Orders nothing for a while: writing has failed."""
-        self._rest_ts = time.monotonic() + REST_S / 10
-
-    def take(self, group_id: int, digests: Sequence[bytes], num_bytes: int, index: PartsIndex) -> BlockChoice:
-        """Returns which blocks, each of `num_bytes`, are to be written; these count as ordered then."""
-        now = time.monotonic()
-        most = 0 if now < self._rest_ts else self._budget.count(num_bytes)
-        if not most:
-            return NOTHING_CHOSEN
-        while self._by_age and self._by_age[0][0] < now - SAVED_S:
-            _, group, former = self._by_age.popleft()
-            self._ordered[group].difference_update(former)
-        ordered = self._ordered.setdefault(group_id, set())
-        if ordered.isdisjoint(digests) and index.has_none(digests, group_id):  # nearly always
-            num_decided = min(most, len(digests))
-            wanted: Sequence[int] = range(num_decided)
-        else:
-            fresh = [i for i, d in enumerate(digests) if d not in ordered and not index.contains(d, group_id)]
-            wanted, num_decided = fresh[:most], fresh[most] if most < len(fresh) else len(digests)
-        names = digests if len(wanted) == len(digests) else [digests[i] for i in wanted]
-        ordered.update(names)
-        self._by_age.append((now, group_id, names))
-        self._budget.take(num_bytes * len(wanted))
-        return BlockChoice(wanted, num_decided)
-
-    def forget(self, group_id: int, digest: bytes) -> None:
-        """Lets a block be ordered again."""
-        self._ordered.get(group_id, set()).discard(digest)
-
-    def forget_all(self) -> None:
-        """Lets all blocks be ordered again."""
-        self._ordered.clear()
-        self._by_age.clear()
 
 
 class StoreScheduler(KVConnectorScheduler):
@@ -236,13 +152,7 @@ class StoreScheduler(KVConnectorScheduler):
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if self._role == "kv_consumer":
-            return False
-        params = request.sampling_params
-        is_kept_off = (
-            params is not None and params.extra_args is not None and params.extra_args.get("kv_store") is False
-        )
-        return not is_kept_off and not (self._skips_salted and request.cache_salt is not None)
+        return self._role != "kv_consumer" and not is_kept_off(request, skips_salted=self._skips_salted)
 
     def seconds_to_save(self) -> float:
         if self._index is None:
@@ -253,12 +163,10 @@ class StoreScheduler(KVConnectorScheduler):
         index = self._index
         if index is None:
             return NOTHING_CHOSEN
-        return self._limits.take(group_id, digests, self._payload_bytes[group_id], index)
+        return BlockChoice(*self._limits.take(group_id, digests, self._payload_bytes[group_id], index))
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
-        blocks = order.blocks
-        for index in range(result.num_saved, len(blocks)):
-            self._limits.forget(blocks.group_ids[index], blocks.digests[index])
+        self._limits.forget_unsaved(order.blocks, result.num_saved)
         if result.reason in ("full", "error"):
             self._limits.rest()
 

@@ -248,8 +248,12 @@ class KVExchange(NoExchange, AdmissionGate):
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        held, stored = self._manager.held, self.connector.count_stored()
-        if stored is self._num_stored and not held.has_changed:
+        held, stored, remote_saves = self._manager.held, self.connector.count_stored(), self.connector.remote_saves
+        if (
+            stored is self._num_stored
+            and not held.has_changed
+            and (remote_saves is None or not remote_saves.has_changed)
+        ):
             return  # nearly all steps
         held.has_changed = False
         self._num_stored = stored
@@ -265,6 +269,8 @@ class KVExchange(NoExchange, AdmissionGate):
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
         new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
+        if remote_saves is not None:
+            remote_saves.move_to(new)
         new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         stats.kv_transfer = new
 

@@ -29,6 +29,10 @@ class Rests:
         self._faults[address] = seconds, now + seconds
         return seconds
 
+    def begin(self, address: str, seconds: float) -> None:
+        """Begins a rest of so many seconds, which is no fault's."""
+        self._faults[address] = seconds, time.monotonic() + seconds
+
     def note_good(self, address: str) -> None:
         """Ends a rest: the next one is a short one."""
         self._faults.pop(address, None)

@@ -37,6 +37,8 @@ HURRY_S = 0.2
 PROGRESS_S = 0.25
 """A load that goes on for longer is reported so often."""
 NO_PLACE = -1
+Written = Callable[[RecordHeader, str, int], None]
+"""Takes a record that was written: its header, extent and offset there."""
 
 
 class BlockBytes:
@@ -56,8 +58,8 @@ class BlockBytes:
             else None
             for group in parts
         ]
-        """Bytes of a part in a block, and the memory of all parts with as many that follow one another: to cut one slice
-        from each takes a third of the time of rows. None: not in one piece."""
+        """Bytes of a part in a block, and the memory of all parts with as many that follow one another: cutting one
+        slice from each takes a third of the time of rows. None: not in one piece."""
 
     @staticmethod
     def of_memory(memory: KVCacheMemory) -> BlockBytes:
@@ -264,9 +266,9 @@ class Load:
 class Save:
     """A save. Blocks are written in order."""
 
-    def __init__(self, order: SaveOrder, namespace: Namespace | None, report: Report) -> None:
+    def __init__(self, order: SaveOrder, namespace: Namespace | None, report: Report, on_written: Written) -> None:
         self.order = order
-        self._namespace, self._report = namespace, report
+        self._namespace, self._report, self._on_written = namespace, report, on_written
         self._is_cancelled = False
         self._came_at = time.monotonic()
         self._num_saved = self._num_bytes = 0
@@ -304,6 +306,7 @@ class Save:
                 reason = "error"
             if reason:
                 break
+            self._on_written(header, *writer.last_place)
             self._num_saved += 1
             self._num_bytes += header.record_bytes
         self._seconds += time.monotonic() - start_ts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from quire.wire.kv_peers import pack_bits
-from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+from quire.wire.stats import KVTransferStats
 
 SIZE = 4
 FULL = FullAttentionSpec(SIZE, 1, 8)
@@ -240,6 +242,77 @@ def test_a_store_that_has_all_does_not_wait_for_servers(tmp_path: Path, monkeypa
     matches = both.find_matches(request, 0)
     assert matches == [ExternalMatch(28, "disk", {"part": "store"})]
     both.shutdown()
+
+
+# -- saves to a block server ---------------------------------------------------------------------------------------
+
+KEY = BlockKey(b"d" * 32, None, (1, 2, 3, 4))
+
+
+def saving(num_workers: int = 1, role: str = "kv_both") -> Half:
+    half = Half(role=role, num_workers=num_workers, tiers=["tcp://a:1"])
+    for rank in range(num_workers):
+        half.half.update_connector_output(KVConnectorOutput(info=IDENTITY | {"payload_bytes": [100]}, rank=rank))
+    return half
+
+
+def test_blocks_are_saved_while_a_server_takes_them() -> None:
+    half = saving(num_workers=2)
+    request, peers = half.add(), half.half
+
+    def tell(rank: int, state: str) -> tuple[bool, float]:
+        peers.update_connector_output(KVConnectorOutput(info={"store_state": state}, rank=rank))
+        return peers.wants_saves(request), peers.seconds_to_save()
+
+    assert (peers.wants_saves(request), peers.seconds_to_save()) == (False, math.inf), "it was not asked yet"
+    assert tell(0, "open") == (False, math.inf), "the other worker's may take none"
+    assert tell(1, "open") == (True, 0.0)
+    assert tell(1, "away") == (True, math.inf), "what is computed meanwhile is saved later"
+    assert tell(1, "closed") == (False, math.inf)
+    assert tell(1, "open") == (True, 0.0)
+    assert peers.wants_block(0, KEY)
+    assert not peers.wants_block(0, KEY), "it was ordered"
+    order = SaveOrder(1, [SavedBlock(0, 1, KEY)])
+    peers.on_save_finished(order, SaveResult(1, 0, "cancelled"))
+    assert peers.wants_block(0, KEY)
+    peers.on_save_finished(order, SaveResult(1, 1, "ok"))
+    assert peers.seconds_to_save() == 0.0
+    peers.on_save_finished(order, SaveResult(1, 0, "failed", reason="rate"))
+    assert 0 < peers.seconds_to_save() < math.inf
+    peers.set_weights("other")
+    assert peers.seconds_to_save() == math.inf
+
+
+def test_what_must_not_leave_an_engine_is_not_saved() -> None:
+    half = saving()
+    half.half.update_connector_output(KVConnectorOutput(info={"store_state": "open"}))
+    assert half.half.wants_saves(half.add())
+    salted = half.add(cache_salt="secret")
+    assert half.half.wants_saves(salted)
+    half.half._extra["skip_salted"] = True
+    assert not half.half.wants_saves(salted)
+    kept_off = half.add()
+    assert kept_off.sampling_params is not None
+    kept_off.sampling_params.extra_args = {"kv_store": False}
+    assert not half.half.wants_saves(kept_off)
+    reading = saving(role="kv_consumer")
+    assert reading.half.remote_saves is None
+    assert not reading.half.wants_saves(reading.add())
+
+
+def test_puts_of_all_workers_are_counted() -> None:
+    half = saving(num_workers=2)
+    saves, stats = half.half.remote_saves, KVTransferStats()
+    assert saves is not None
+    for rank, counts in enumerate(({"stored": 3}, {"stored": 1, "rate": 1})):
+        report = {"begun": 5, "outcomes": counts, "waiting": 2 + rank}
+        half.half.update_connector_output(KVConnectorOutput(info={"puts": report}, rank=rank))
+    assert saves.has_changed
+    saves.move_to(stats)
+    assert (stats.num_remote_saves_begun, stats.num_remote_saves) == (10, {"stored": 4, "rate": 1})
+    assert (stats.num_waiting_remote_saves, saves.has_changed) == (5, False)
+    saves.move_to(stats)
+    assert (stats.num_remote_saves_begun, stats.num_remote_saves, stats.num_waiting_remote_saves) == (0, {}, 5)
 
 
 # -- several workers -----------------------------------------------------------------------------------------------

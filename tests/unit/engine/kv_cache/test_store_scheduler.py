@@ -12,12 +12,13 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.kv_cache.connector import ExternalMatch
-from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler, WriteBudget
+from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler
 from quire.engine.request import Request
 from quire.errors import ConfigError
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
+from quire.kv_store.write_limits import WriteBudget
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import SchedulerOutput
