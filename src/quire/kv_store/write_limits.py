@@ -67,8 +67,8 @@ class WriteLimits:
     def take(
         self, group_id: int, digests: Sequence[bytes], num_bytes: int, index: PartsIndex | None
     ) -> tuple[Sequence[int], int]:
-        """Returns the indices of the blocks to be written, each of `num_bytes`, and the number of leading ones that were
-        decided on. The former count as ordered then. `index` has what the store has; None: that is not known."""
+        """Returns the indices of the blocks to be written, each of `num_bytes`, and the number of leading blocks that
+        were decided on. The former count as ordered then. `index` has what the store has; None: that is not known."""
         now = time.monotonic()
         most = 0 if now < self._rest_ts else self._budget.count(num_bytes)
         if not most:

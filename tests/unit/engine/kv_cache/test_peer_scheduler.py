@@ -22,7 +22,16 @@ from quire.wire.engine_core import EngineCoreRequest
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from quire.wire.kv_peers import pack_bits
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
 from quire.wire.stats import KVTransferStats
 
 SIZE = 4
@@ -270,11 +279,11 @@ def test_blocks_are_saved_while_a_server_takes_them() -> None:
     assert tell(1, "away") == (True, math.inf), "what is computed meanwhile is saved later"
     assert tell(1, "closed") == (False, math.inf)
     assert tell(1, "open") == (True, 0.0)
-    assert peers.wants_block(0, KEY)
-    assert not peers.wants_block(0, KEY), "it was ordered"
-    order = SaveOrder(1, [SavedBlock(0, 1, KEY)])
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0]
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [], "it was ordered"
+    order = SaveOrder(1, SavedBlocks.of([SavedBlock(0, 1, KEY)]))
     peers.on_save_finished(order, SaveResult(1, 0, "cancelled"))
-    assert peers.wants_block(0, KEY)
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0]
     peers.on_save_finished(order, SaveResult(1, 1, "ok"))
     assert peers.seconds_to_save() == 0.0
     peers.on_save_finished(order, SaveResult(1, 0, "failed", reason="rate"))
