@@ -57,6 +57,7 @@ READS_FILES = {
     "quire.config.model_impl",  # a table of the package
     "quire.config.server",  # --api-key-file
     "quire.config.vllm_flags",  # a table of the package
+    "quire.frontend.supervision.launch",  # the system's figures of a process that it has started
     "quire.frontend.text.tokenizer",  # --chat-template
     "quire.frontend.openai.routes.pages",  # pages of the package
 }

@@ -107,6 +107,19 @@ class Leisurely(Quick):
         return 0.0 if path is not None and os.path.exists(path) else LEISURELY_STEP_S
 
 
+class Patient(Leisurely):
+    """Leisurely, and five times slower once it has not hurried for eight seconds: then the machine is crowded, and what
+    the stream is to meet comes late."""
+
+    _num_slow = 0
+
+    @property
+    def step_time_s(self) -> float:  # type: ignore[override]
+        own = super().step_time_s
+        self._num_slow = self._num_slow + 1 if own else 0
+        return own if self._num_slow < 8 / LEISURELY_STEP_S else 5 * own
+
+
 class Pools(Steady):
     """Pools: the digest of a prompt, as one number."""
 

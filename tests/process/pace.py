@@ -1,7 +1,7 @@
-"""The speed of the fake model of `executors.Leisurely`, and durations on a machine that others use, too.
+"""The speed of the fake models `executors.Leisurely` and `Patient`, and durations on a machine that others use, too.
 
 A stream that a test does something to must last until that is done, however long the test had to wait for a processor:
-it is a thousand steps of 20 ms, and when all is done the rest of it takes no time.
+it is a thousand steps of 20 ms and more, and when all is done the rest of it takes no time.
 """
 
 from __future__ import annotations

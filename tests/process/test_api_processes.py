@@ -29,7 +29,7 @@ def pair() -> Iterator[ServerProcess]:
     as it was, but for pids; the last one ends it."""
     env = {"QUIRE_FAILPOINTS": "core.step.execute=exit(3),key=poison"}
     flags = ("--api-server-count", "2", "--shutdown-timeout", "120", *FLAGS)
-    with serving(*flags, executor="Leisurely", env=env) as running:
+    with serving(*flags, executor="Patient", env=env) as running:
         yield running
 
 
@@ -37,7 +37,7 @@ def pair() -> Iterator[ServerProcess]:
 def limited() -> Iterator[ServerProcess]:
     """A server with limits. The last of its tests ends it."""
     limits = "--max-requests-per-key", "3", "--max-num-reserved-tokens", "3900"
-    with serving("--api-server-count", "2", "--api-key", KEY, *limits, executor="Leisurely") as running:
+    with serving("--api-server-count", "2", "--api-key", KEY, *limits, executor="Patient") as running:
         yield running
 
 
@@ -191,7 +191,7 @@ def test_no_process_outlives_the_server(limited: ServerProcess) -> None:
 
 @pytest.mark.slow
 def test_no_process_outlives_a_server_that_is_asked_to_end() -> None:
-    with serving("--api-server-count", "2", executor="Leisurely") as server:
+    with serving("--api-server-count", "2", executor="Patient") as server:
         everyone = [server.core_pid(), *server.api_pids()]
         for client in clients_of_each(server).values():
             client.begin("POST", "/v1/completions", LONG).readline()
@@ -313,7 +313,7 @@ def test_a_second_signal_ends_all_streams_with_an_error(tmp_path: Path, monkeypa
     monkeypatch.setenv("NOTED_STATS", str(notes := tmp_path / "notes"))
     path = tmp_path / "quire.sock"
     flags = "--uds", str(path), "--stat-loggers", "tests.process.stat_loggers:NotedStats", "--shutdown-timeout", "600"
-    with serving("--api-server-count", "2", *flags, executor="Leisurely") as server:
+    with serving("--api-server-count", "2", *flags, executor="Patient") as server:
         told = {(server.process.pid, "scheduler"), *((pid, "requests") for pid in server.api_pids())}
         clients = clients_of_each(server)
         with server.pace.hurried():
@@ -356,7 +356,7 @@ def test_a_second_signal_ends_all_streams_with_an_error(tmp_path: Path, monkeypa
 )
 def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> None:
     """systemd and a container's stop send it like this. Requests under way have their time all the same."""
-    with serving("--api-server-count", "2", "--shutdown-timeout", "120", executor="Leisurely") as server:
+    with serving("--api-server-count", "2", "--shutdown-timeout", "120", executor="Patient") as server:
         pids = signal_order(server, order)
         streams = [Stream(client, [50 + i], 1000) for i, client in enumerate(clients_of_each(server).values())]
         for stream in streams:
@@ -380,7 +380,7 @@ def test_a_signal_to_every_process_starts_no_other(order: str, signum: int) -> N
 )
 def test_a_signal_to_every_process_of_a_server_without_time(order: str) -> None:
     """Idle processes end in a moment, those with streams send their clients an error; none is started again."""
-    with serving("--api-server-count", "2", executor="Leisurely") as server:
+    with serving("--api-server-count", "2", executor="Patient") as server:
         pids = signal_order(server, order)
         begun = client_of(server, server.api_pids()[0]).begin("POST", "/v1/completions", LONG)
         begun.readline()
@@ -427,7 +427,7 @@ def test_a_poison_costs_two_cores_and_fails_alone(pair: ServerProcess) -> None:
 @pytest.mark.slow
 def test_three_processes_answer_as_one_and_a_poison_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=exit(3),key=poison")
-    with serving("--api-server-count", "3", *FLAGS, executor="Leisurely") as server:
+    with serving("--api-server-count", "3", *FLAGS, executor="Patient") as server:
         check_answers(server, 3)
         check_poison(server)
 

@@ -220,7 +220,7 @@ def test_frontends_get_their_own_outputs(make_peer: Callable[..., Peer]) -> None
 def test_a_frontend_that_is_gone_takes_its_requests_with_it(make_peer: Callable[..., Peer], pace: Pace) -> None:
     """Promise P23: within 2 s, and the others do not notice."""
     peer = make_peer(2)
-    peer.start(make_config("Leisurely"))
+    peer.start(make_config("Patient"))
     first, second = peer.clients
     begin(first, "a", max_tokens=1000)
     begin(second, "b", "c")
@@ -299,7 +299,7 @@ def test_the_end_of_the_pipe_is_enough(peer: Peer) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_ends_every_request(peer: Peer, number: signal.Signals) -> None:
-    peer.start(make_config("Leisurely"))
+    peer.start(make_config("Patient"))
     client = peer.client
     names = [f"r{i}" for i in range(8)]
     begin(client, *names)
@@ -314,7 +314,7 @@ def test_asked_to_stop_it_ends_every_request(peer: Peer, number: signal.Signals)
 
 
 def test_it_gives_requests_time_to_finish(peer: Peer, pace: Pace) -> None:
-    peer.start(make_config("Leisurely", shutdown_timeout=600.0))
+    peer.start(make_config("Patient", shutdown_timeout=600.0))
     client = peer.client
     begin(client, "a", max_tokens=1000)
     assert peer.process is not None
@@ -332,7 +332,7 @@ def test_it_gives_requests_time_to_finish(peer: Peer, pace: Pace) -> None:
 
 
 def test_asked_twice_it_stops_now(peer: Peer) -> None:
-    peer.start(make_config("Leisurely", shutdown_timeout=600.0))
+    peer.start(make_config("Patient", shutdown_timeout=600.0))
     client = peer.client
     begin(client, "a")
     assert peer.process is not None
@@ -433,7 +433,7 @@ def test_a_core_elsewhere_is_given_keys_through_the_pipe() -> None:
 
 def test_garbage_is_dropped_and_counted(peer: Peer, pace: Pace) -> None:
     """Promise P18. The canary's tokens are those it would have had alone."""
-    peer.start(make_config("Leisurely"))
+    peer.start(make_config("Patient"))
     client = peer.client
     client.add("canary", [7, 8, 9], max_tokens=1500)
     rng = random.Random(1)

@@ -217,7 +217,7 @@ def test_a_core_in_this_process_cannot_be_shared() -> None:
 
 
 def test_requests_go_on_after_each_of_three_kills(start: Clients, pace: Pace) -> None:
-    client = start(config_with("Leisurely", core_restart_limit=3))
+    client = start(config_with("Patient", core_restart_limit=3))
     requests = [make_request(name, 1000) for name in "abcdefgh"]
     for request in requests:
         client.add_request(request)
@@ -241,7 +241,7 @@ def test_requests_go_on_after_each_of_three_kills(start: Clients, pace: Pace) ->
 
 
 def test_a_stopped_core_is_found_and_replaced(start: Clients, pace: Pace) -> None:
-    client = start(config_with("Leisurely", core_hang_timeout_s=2.0))
+    client = start(config_with("Patient", core_hang_timeout_s=2.0))
     client.add_request(request := make_request("a", 1000))
     stopped: list[int] = []
 
@@ -400,7 +400,7 @@ def test_a_fork_neither_uses_nor_ends_the_engine(start: Clients) -> None:
 
 def test_two_clients_share_a_core_and_both_survive_its_death(start: Clients, pace: Pace) -> None:
     """Each client has its own sockets and its own journal."""
-    config = config_with("Leisurely")
+    config = config_with("Patient")
     owner = start(config, client_count=2)
     other = start(config, client_addresses=owner.get_client_addresses(1))
     requests = {owner: make_request("same", 1000), other: make_request("same", 900)}

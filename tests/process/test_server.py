@@ -32,7 +32,7 @@ TIME_LIMIT_S = 120.0
 def server() -> Iterator[ServerProcess]:
     """One with a fake model of 20 ms a step, and the admin routes. The last of its tests ends it."""
     flags = ("--enable-admin", "--admin-port", "0", "--api-key", "secret", "--shutdown-timeout", "600")
-    with serving(*flags, executor="Leisurely") as running:
+    with serving(*flags, executor="Patient") as running:
         yield running
 
 
@@ -215,7 +215,7 @@ def test_the_books_of_drafts_add_up() -> None:
 def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
     """One request ends within --shutdown-timeout; a new one is refused; the exit code is 0 and no core is left."""
     audit = MetricsAudit()
-    with serving("--shutdown-timeout", "120", executor="Leisurely") as server:
+    with serving("--shutdown-timeout", "120", executor="Patient") as server:
         core = server.core_pid()
         with httpx2.Client(base_url=server.url, timeout=TIME_LIMIT_S) as client:
             body = {"prompt": [50], "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -240,7 +240,7 @@ def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
 )
 def test_sigterm_to_every_process_starts_no_other_core(first: str) -> None:
     """systemd and a container's stop send it like this. Requests under way have their time all the same."""
-    with serving("--shutdown-timeout", "120", executor="Leisurely") as server:
+    with serving("--shutdown-timeout", "120", executor="Patient") as server:
         pids = [server.process.pid, server.core_pid()]
         body = {"prompt": [50], "max_tokens": 1000, "ignore_eos": True, "stream": True}
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=TIME_LIMIT_S) as response:

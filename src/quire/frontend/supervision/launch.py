@@ -106,6 +106,15 @@ class CoreProcess:
         """Process id of the child."""
         return self._process.pid
 
+    @property
+    def queued_s(self) -> float:
+        """Seconds for which its threads have waited for a processor that others had (Linux; elsewhere 0)."""
+        total_ns = 0
+        for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has just ended
+                total_ns += int(path.read_text(encoding="ascii").split()[1])
+        return total_ns / 1e9
+
     # -- start ----------------------------------------------------------------------------------------------------
 
     def wait_ready(self, stop_fd: int, get_stall: Callable[[], float | None]) -> bool:

@@ -102,7 +102,8 @@ class StartWatch:
     start of the process to its first entry there. A stage may take STAGE_FACTOR times its longest duration in a start
     that succeeded, and MIN_STAGE_S in any case; one that no start has shown, as long as the longest of all. A stage
     that was found too long may take twice as long in the next start: a slow disk is no hang. Nothing is judged in the
-    first start. Time in which this process did not run itself does not count.
+    first start. Time in which this process did not run itself does not count, nor does time in which the core waited
+    for a processor: the machine may be more crowded than it was at the first start.
     """
 
     def __init__(self) -> None:
@@ -113,20 +114,26 @@ class StartWatch:
         """Beginning of each stage of this start, CLOCK_MONOTONIC, moved by the time in which this process did not
         run."""
         self._last_look = 0.0
+        self._queued_s = 0.0
 
     def begin(self, now: float) -> None:
         """Records that a process was started."""
         self._begun = {0: now}
         self._last_look = now
+        self._queued_s = 0.0
 
-    def check_stall(self, beat: Heartbeat, now: float) -> float | None:
-        """Returns the seconds without progress if they are too many, else None. To be called every START_LOOK_S."""
+    def check_stall(self, beat: Heartbeat, now: float, queued_s: float) -> float | None:
+        """Returns the seconds without progress if they are too many, else None. To be called every START_LOOK_S.
+
+        `queued_s` is for how long the threads of the core have waited for a processor so far.
+        """
         stage = max(self._begun)
         if beat.step > stage:
             stage = beat.step
             self._begun[stage] = beat.phase_start
-        self._begun[stage] += max(0.0, now - self._last_look - 2 * START_LOOK_S)
-        self._last_look = now
+        since_s = now - self._last_look
+        self._begun[stage] += max(0.0, since_s - 2 * START_LOOK_S, min(since_s, queued_s - self._queued_s))
+        self._last_look, self._queued_s = now, queued_s
         age = now - self._begun[stage]
         known = self._durations.get(stage, max(self._durations.values(), default=0.0))
         limit = max(MIN_STAGE_S, STAGE_FACTOR * known, beat.expected_s)
@@ -310,7 +317,8 @@ class CoreSupervisor(threading.Thread):
         self._orders.discard("restart")  # it has just been started
         try:
             if not core.wait_ready(
-                self._wakeup.fd, lambda: self._start_watch.check_stall(page.get_heartbeat(), time.monotonic())
+                self._wakeup.fd,
+                lambda: self._start_watch.check_stall(page.get_heartbeat(), time.monotonic(), core.queued_s),
             ):
                 core.kill()
                 return None

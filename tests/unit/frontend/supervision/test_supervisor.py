@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from quire.config.engine import LifecycleConfig
 from quire.errors import EngineDeadError, NodesMissingError, QuireError
 from quire.frontend.supervision import supervisor
-from quire.frontend.supervision.launch import CoreLaunch
+from quire.frontend.supervision.launch import CoreLaunch, CoreProcess
 from quire.frontend.supervision.supervisor import (
     MIN_STAGE_S,
     STAGE_FACTOR,
@@ -105,14 +106,18 @@ def test_a_page_never_written_is_measured_from_when_we_began_to_look() -> None:
 # -- starts ----------------------------------------------------------------------------------------------------------
 
 
-def run_start(watch: StartWatch, begin: float, stages: dict[int, float], until: float) -> float | None:
-    """Looks ten times a second at a start whose stages begin at these offsets; returns the time of a stall."""
+def run_start(
+    watch: StartWatch, begin: float, stages: dict[int, float], until: float, *, share: float = 1.0
+) -> float | None:
+    """Looks ten times a second at a start whose stages begin at these offsets; returns the time of a stall. The core
+    has a processor for this share of the time, and waits for one in the rest."""
     watch.begin(begin)
     for i in range(int((until - begin) * 10)):
         now = begin + i / 10
         reached = {stage: begin + offset for stage, offset in stages.items() if begin + offset <= now}
         stage = max(reached, default=0)
-        if watch.check_stall(Heartbeat(1, Phase.STARTING, stage, reached.get(stage, 0.0), 0.0, ()), now) is not None:
+        starting = Heartbeat(1, Phase.STARTING, stage, reached.get(stage, 0.0), 0.0, ())
+        if watch.check_stall(starting, now, (1 - share) * (now - begin)) is not None:
             return now - begin
     return None
 
@@ -145,14 +150,32 @@ def test_a_start_slower_than_the_one_before_is_no_stall() -> None:
     assert run_start(watch, 200.0, {1: 9.0, 2: 18.0}, until=227.0) is None
 
 
+def test_a_start_that_waits_for_a_processor_is_no_stall() -> None:
+    """The core is judged by the time in which it could run."""
+    watch = StartWatch()
+    run_start(watch, 100.0, {1: 1.0, 2: 2.0}, until=103.0)
+    watch.succeed(103.0)
+    assert run_start(watch, 200.0, {1: 90.0, 2: 180.0}, until=270.0, share=0.1) is None
+    stalled = run_start(watch, 400.0, {1: 5.0}, until=600.0, share=0.1)
+    assert stalled == pytest.approx(5.0 + 10 * STAGE_FACTOR, abs=2.0)
+
+
+def test_the_system_says_how_long_a_process_has_waited_for_a_processor() -> None:
+    core = object.__new__(CoreProcess)
+    for pid in (os.getpid(), 2**22 + 1):  # the second is above all that there are
+        core._process = SimpleNamespace(pid=pid)  # type: ignore[assignment]
+        assert core.queued_s >= 0.0
+    assert core.queued_s == 0.0
+
+
 def test_a_start_is_not_blamed_for_time_in_which_we_stood_still() -> None:
     watch = StartWatch()
     run_start(watch, 100.0, {1: 0.2}, until=100.5)
     watch.succeed(100.5)
     watch.begin(200.0)
     starting = Heartbeat(1, Phase.STARTING, 0, 0.0, 0.0, ())
-    assert watch.check_stall(starting, 260.0) is None
-    assert watch.check_stall(starting, 260.1) is None
+    assert watch.check_stall(starting, 260.0, 0.0) is None
+    assert watch.check_stall(starting, 260.1, 0.0) is None
 
 
 def test_a_core_that_waits_for_other_machines_is_no_stall() -> None:
@@ -161,7 +184,7 @@ def test_a_core_that_waits_for_other_machines_is_no_stall() -> None:
     watch.succeed(100.5)
     watch.begin(200.0)
     waiting = Heartbeat(1, Phase.STARTING, 1, 200.0, 300.0, ())
-    looks = [watch.check_stall(waiting, 200.0 + i / 10) for i in range(3010)]
+    looks = [watch.check_stall(waiting, 200.0 + i / 10, 0.0) for i in range(3010)]
     assert not any(looks[:2990])
     assert any(looks[2990:]), "it has an end"
 
