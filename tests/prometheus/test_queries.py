@@ -31,6 +31,22 @@ EMPTY = {
     "quire_engine/Tokens by LoRA adapter/A": "the server has no adapters",
     "quire_engine/Loads of LoRA adapters/A": "the server has no adapters",
     "quire_engine/Loads of LoRA adapters/B": "the server has no adapters",
+    "quire_engine/Loads, by outcome/A": "the server has no KV connector",
+    "quire_engine/Wait for a load/A": "the server has no KV connector",
+    "quire_engine/Wait for a load/B": "the server has no KV connector",
+    "quire_engine/Wait for a load/C": "the server has no KV connector",
+    "quire_engine/Wait for a load/D": "the server has no KV connector",
+    "quire_engine/Records, accepted and rejected by reason/A": "the server has no KV connector",
+    "quire_engine/Records, accepted and rejected by reason/B": "the server has no KV connector",
+    "quire_engine/Blocks saved, and dropped by reason/A": "the server has no KV connector",
+    "quire_engine/Blocks saved, and dropped by reason/B": "the server has no KV connector",
+    "quire_engine/From computed to saved/A": "the server has no KV connector",
+    "quire_engine/From computed to saved/B": "the server has no KV connector",
+    "quire_engine/From computed to saved/C": "the server has no KV connector",
+    "quire_engine/From computed to saved/D": "the server has no KV connector",
+    "quire_engine/Blocks of transfers/A": "the server has no KV connector",
+    "quire_engine/Leases, by end/A": "the server has no KV connector",
+    "quire_engine/Store/A": "the server has no KV connector",
 }
 """Panels that show nothing here, and why."""
 
