@@ -10,6 +10,7 @@ Each of several workers serves its part of a block at an address of its own, and
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,7 +23,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, ValidationError
 from quire.kv_store.directory import StoreDirectory, has_key
 from quire.kv_store.peer.client import PeerList
-from quire.kv_store.peer.rests import Rests
+from quire.kv_store.rests import Rests
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
@@ -180,7 +181,7 @@ class PeerScheduler(KVConnectorScheduler):
         if any(reach is not None for reach in reaches) and end != num_held:
             return NO_MATCH
         address = sites[0][0]
-        if end <= start or self._rests.is_resting(address) or not self._are_provable(start, end):
+        if end <= start or self._rests.is_resting(address, time.monotonic()) or not self._are_provable(start, end):
             return NO_MATCH
         load = {"peers": sites, "lease": params.remote_request_id}
         return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
@@ -194,7 +195,7 @@ class PeerScheduler(KVConnectorScheduler):
         num_tokens = find_longest_match(
             self.specs, request, start, lambda group_id, digest: places.get((group_id, digest), False)
         )
-        is_resting = self._rests.is_resting(address)
+        is_resting = self._rests.is_resting(address, time.monotonic())
         if not num_tokens or is_resting or not self._are_provable(start, start + num_tokens):
             return NO_MATCH
         return ExternalMatch(num_tokens, f"{TIER}:{address}", {"peers": [(address, "")] * self._num_workers})
@@ -209,7 +210,7 @@ class PeerScheduler(KVConnectorScheduler):
         if result.outcome == "ok":
             self._rests.note_good(address)
         elif result.reason in (UNFIT if "lease" in params else UNTRUE):
-            seconds = self._rests.note_fault(address)
+            seconds = self._rests.note_fault(address, time.monotonic())
             logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, result.reason)
 
     def wants_saves(self, request: Request) -> bool:
