@@ -86,11 +86,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_one_tier and collection_path not in tests_of(first) else None
 
 
+SLOW_TIMEOUT_S = 4 * 3600
+"""Limit of a slow test that names none: they take minutes to hours."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("fresh")
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if not ALL_ROWS:
         rows = [item for item in items if item.nodeid.startswith("tests/unit/worker/")]
         dropped = set(rows).difference(keep_pairwise(rows))

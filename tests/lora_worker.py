@@ -53,7 +53,7 @@ class LoRAWorker:
         """Loads adapters by name."""
         requests = {n: LoRARequest(n, i, str(path)) for i, (n, path) in enumerate(directories.items(), start=1)}
         futures = [self.worker.load_adapter(AdapterLoad(request, 0)) for request in requests.values()]
-        self.infos: list[AdapterInfo] = [future.result(timeout=30) for future in futures]
+        self.infos: list[AdapterInfo] = [future.result(timeout=120) for future in futures]
         return requests
 
     def run(

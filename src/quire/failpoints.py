@@ -31,6 +31,7 @@ FAILPOINTS: dict[str, str] = {
     "kv.evict": "the evictor of the KV store has chosen an extent, which is still there",
     "kv.peer.message": "the server of KV blocks has got a message and done nothing; the key is its type",
     "kv.peer.send": "the server of KV blocks has not sent a block yet",
+    "kv.peer.put": "transfer thread: a record is not sent to a server of KV blocks yet",
     "kv.peer.answer": "transfer thread: a server of KV blocks has answered; the key is the answer's type",
     "kv.peer.receive": "transfer thread: a block of another engine has arrived, and is not checked yet",
     "lora.read": "loader's thread: an adapter's files are not opened yet; the key is its name",

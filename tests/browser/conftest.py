@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Window:
         self.url = url
         self.context = browser.new_context(**{"viewport": {"width": 1360, "height": 900}, **options})
         self.page = self.context.new_page()
-        self.page.set_default_timeout(60_000)
+        self.page.set_default_timeout(120_000)
         self.complaints: list[str] = []
         self.foreign: list[str] = []
         self.page.on("console", lambda message: self._note(message.type, message.text))
@@ -106,6 +107,13 @@ class Window:
             self.context.add_init_script(f"sessionStorage.setItem('quire-api-key', '{key}')")
         self.page.goto(self.url + path)
         return self.page
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that is found out here, not in the page."""
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end, "it does not happen"
+            self.page.wait_for_timeout(50)
 
     def keep(self, name: str, *, full_page: bool = True) -> None:
         """A picture of it all, or of what is seen."""

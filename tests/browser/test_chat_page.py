@@ -154,7 +154,8 @@ def test_the_page_cannot_make_markup_of_text_even_if_it_tried(window: Window) ->
     assert refused
 
 
-def test_the_stop_button_ends_the_answer(window: Window, server: ServerProcess) -> None:
+def test_the_stop_button_ends_the_answer(browser: Any, slow_server: ServerProcess) -> None:
+    window = Window(browser, slow_server.url)
     page = window.open("/ui")
     open_all(page)
     page.fill("#schema", json.dumps({"type": "string", "minLength": 5000}))
@@ -164,9 +165,10 @@ def test_the_stop_button_ends_the_answer(window: Window, server: ServerProcess) 
     page.keyboard.press("Escape")
     answer = wait_for_answer(page)
     assert "stopped" in answer.locator(".stats").inner_text()
-    while load_of(server):
+    while load_of(slow_server):
         page.wait_for_timeout(20)  # the server notices that the page does not read
     window.check()
+    window.context.close()
 
 
 def test_a_tool_that_the_user_plays(window: Window) -> None:

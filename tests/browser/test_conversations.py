@@ -201,6 +201,10 @@ def test_nothing_in_an_answer_or_a_title_is_run(window: Window) -> None:
 def test_code_and_answers_can_be_copied(window: Window, clipboard: bool) -> None:
     """On a page that is neither https nor localhost, browsers give no clipboard; the older way works there."""
     window.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    # A button says for 1.5 s that it has copied: here until it is read.
+    window.context.add_init_script(
+        "const later = window.setTimeout; window.setTimeout = (run, ms) => later(run, ms === 1500 ? 1e8 : ms)"
+    )
     if not clipboard:
         window.context.add_init_script("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
     page = window.open("/ui")

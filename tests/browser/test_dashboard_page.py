@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -123,7 +124,9 @@ def test_a_newcomer_sees_what_the_engine_does(browser: Any, server: ServerProces
         chart = page.get_by_role("img", name=re.compile("Throughput: written"))
         chart.focus()
         page.keyboard.press("ArrowLeft")
-        assert HOSTILE in page.inner_text("#requests")
+        page.wait_for_function(
+            "name => document.getElementById('requests').innerText.includes(name)", arg=HOSTILE
+        )  # between two of its requests it is not there
         assert page.evaluate("window.hacked") is None
         page.set_viewport_size({"width": 400, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
@@ -257,10 +260,11 @@ def test_figures_of_a_server_that_is_gone_are_dimmed(browser: Any) -> None:
         window = Window(browser, server.url)
         page = window.open("/ui/dashboard")
         wait_for_tile(page, "running", "^0of 8")
-        assert page.locator("main.stale").count() == 0
+        page.wait_for_selector("main:not(.stale)")
     page.wait_for_selector("main.stale")
     page.wait_for_function("() => document.getElementById('words').textContent.includes('does not answer')")
-    page.wait_for_function("() => /figures below are [3-9] s old/.test(document.getElementById('age').textContent)")
+    age = r"figures below are ([3-9]|\d\d) s old"
+    page.wait_for_function("age => new RegExp(age).test(document.getElementById('age').textContent)", arg=age)
     page.route("**/debug/state*", lambda route: route.fulfill(status=503, json=LOADING))
     page.get_by_text("the server is loading demo").wait_for()
     assert page.locator("main.stale").count() == 1
@@ -271,11 +275,14 @@ def test_figures_of_a_server_that_is_gone_are_dimmed(browser: Any) -> None:
     window.context.close()
 
 
-def test_a_restart_of_the_core_is_told(browser: Any) -> None:
-    with serving(*FLAGS) as server:
+def test_a_restart_of_the_core_is_told(browser: Any, tmp_path: Path) -> None:
+    """The second core takes four seconds longer: the page, which asks once a second, must see that there is none."""
+    killed = tmp_path / "killed"
+    with serving(*FLAGS, env={"QUIRE_FAILPOINTS": f"core.start=sleep(4),after={killed}"}) as server:
         window = Window(browser, server.url)
         page = window.open("/ui/dashboard")
         wait_for_tile(page, "running", "^0of 8")
+        killed.touch()
         os.kill(server.core_pid(), signal.SIGKILL)
         page.get_by_text(
             re.compile("The engine core is gone since .* being started again; it loads its model")
@@ -287,7 +294,7 @@ def test_a_restart_of_the_core_is_told(browser: Any) -> None:
             "() => /engine core was killed and was started again/.test(document.getElementById('words').textContent)"
         )
         page.wait_for_selector("main:not(.stale)")
-        assert not page.locator("#age").is_visible()
+        page.locator("#age").wait_for(state="hidden")
         window.keep("dashboard-restart")
         page.reload()
         event.get_by_text(
@@ -310,10 +317,19 @@ def value_of(url: str, name: str) -> float:
     return sum(value for _, value in read_metrics(url)[name])
 
 
-def mean_growth(before: dict[str, Any], after: dict[str, Any], name: str) -> float:
-    grown = [sum(value for _, value in after[f"{name}_{part}"]) - sum(value for _, value in before[f"{name}_{part}"])
-             for part in ("sum", "count")]  # fmt: skip
-    return grown[0] / grown[1]
+def counts_of_requests(url: str) -> tuple[float, float]:
+    """Returns the numbers of running and of waiting requests."""
+    return value_of(url, "vllm:num_requests_running"), value_of(url, "vllm:num_requests_waiting")
+
+
+def quartiles_of_growth(before: dict[str, Any], after: dict[str, Any], name: str) -> tuple[float, float]:
+    """Returns the lower bound of the bucket of the first quartile of what was added to a histogram, and the upper bound
+    of the bucket of the third."""
+    old = {labels["le"]: value for labels, value in before[f"{name}_bucket"]}
+    grown = [(float(labels["le"]), value - old[labels["le"]]) for labels, value in after[f"{name}_bucket"]]
+    total = grown[-1][1]
+    below = max((bound for bound, value in grown if value < 0.25 * total), default=0.0)
+    return below, next(bound for bound, value in grown if value >= 0.75 * total)
 
 
 def tile(page: Any, name: str) -> str:
@@ -324,29 +340,32 @@ def test_tiles_equal_the_metrics(browser: Any, slow_server: ServerProcess) -> No
     """With ten requests at eight places, and after them."""
     url = slow_server.url
     window = Window(browser, url)
+    window.wait_until(lambda: counts_of_requests(url) == (0, 0))  # what other tests have left has ended
     page = window.open("/ui/dashboard")
     wait_for_tile(page, "running", "^0of 8")
-    page.wait_for_timeout(1500)  # a reading before the load
     before = read_metrics(url)
     with load_on(url, at_once=10):
         wait_for_tile(page, "waiting", "^2$")
         wait_for_tile(page, "running", "^8of 8")
-        assert value_of(url, "vllm:num_requests_running") == 8
-        assert value_of(url, "vllm:num_requests_waiting") == 2
-        lower = value_of(url, "vllm:kv_cache_usage_perc")
-        page.wait_for_timeout(1200)
-        shown = float(tile(page, "cache").removesuffix(" %")) / 100
-        assert lower - 0.006 <= shown <= value_of(url, "vllm:kv_cache_usage_perc") + 0.006
-    wait_for_tile(page, "running", "^0of 8")
-    page.wait_for_timeout(1200)
+        window.wait_until(lambda: counts_of_requests(url) == (8, 2))  # not where one has just ended
+
+        def shows_the_cache() -> bool:
+            lower = value_of(url, "vllm:kv_cache_usage_perc")
+            page.wait_for_timeout(1200)
+            shown = float(tile(page, "cache").removesuffix(" %")) / 100
+            return lower - 0.006 <= shown <= value_of(url, "vllm:kv_cache_usage_perc") + 0.006
+
+        window.wait_until(shows_the_cache)  # not where a request ends meanwhile
+    window.wait_until(lambda: counts_of_requests(url) == (0, 0))
     after = read_metrics(url)
     names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
     hits, queries = (after[name][0][1] - before[name][0][1] for name in names)
-    assert tile(page, "hits") == f"{100 * hits / queries:.0f} %"
-    assert tile(page, "cache") == "0 %"
+    wait_for_tile(page, "running", "^0of 8")
+    wait_for_tile(page, "hits", f"^{100 * hits / queries:.0f} %$")
+    wait_for_tile(page, "cache", "^0 %$")
     assert value_of(url, "vllm:kv_cache_usage_perc") == 0
-    mean = mean_growth(before, after, "vllm:inter_token_latency_seconds")
-    assert float(tile(page, "itl").removesuffix(" ms")) / 1000 == pytest.approx(mean, rel=0.5), "a median in its bucket"
+    low, high = quartiles_of_growth(before, after, "vllm:inter_token_latency_seconds")
+    assert low <= float(tile(page, "itl").removesuffix(" ms")) / 1000 <= high, "a median in its bucket"
     window.check()
     window.context.close()
 
@@ -377,12 +396,14 @@ def test_words_and_tiles_say_the_same(browser: Any, server: ServerProcess) -> No
     with load_on(server.url, at_once=4):
         page.wait_for_function(f"() => ({both})()[1] !== null")
         seen = set()
-        for _ in range(40):
+
+        def have_changed() -> bool:
             tile, words = page.evaluate(both)
             if words is not None:  # else nothing ran at that moment
                 assert tile == words
                 seen.add(tile)
-            page.wait_for_timeout(100)
-        assert len(seen) > 2, "they changed meanwhile"
+            return len(seen) > 2
+
+        window.wait_until(have_changed)
     window.check()
     window.context.close()

@@ -19,7 +19,7 @@ from quire.testing.fake_model import FakeModel, expected_output
 
 from .serving import ServerProcess
 
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 120.0
 
 
 _clients: list[Client] = []

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from . import harness
 from .pace import Pace
+
+
+@pytest.fixture(autouse=True)
+def _time_for_slow_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("slow") is not None:
+        monkeypatch.setattr(harness, "DEADLINE_S", 4 * 3600.0)
 
 
 @pytest.fixture

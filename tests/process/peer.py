@@ -29,7 +29,7 @@ from quire.wire.handshake import PROTOCOL_VERSION
 from quire.wire.heartbeat import HeartbeatPage
 from quire.wire.sockets import make_zmq_socket
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """For anything a core does. It is a limit, not a time: nothing waits longer than it must."""
 LOOK_S = 1.0
 """For one look at whether a message has come."""

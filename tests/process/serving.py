@@ -13,7 +13,7 @@ from pathlib import Path
 from .background import BackgroundProgram, running
 from .pace import Pace
 
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 300
 SRC = Path(__file__).resolve().parents[2] / "src"
 _LOADING = re.compile(r"loading \S+ for (https?://\S+)")
 _URL = re.compile(r"serving \S+ on ((?:https?://|unix:)\S+?)(?:; admin routes on (http://\S+))? \(")

@@ -36,7 +36,7 @@ AT_RESTART = ["core.start", "core.ready", "client.resume"]
 
 
 async def _poll(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -17,7 +17,7 @@ from quire.testing.fake_model import FakeModel
 from tests.unit.frontend.crowd import run_crowd
 
 MAX_MODEL_LEN = 512
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 120.0
 
 
 def make_args(executor: str = "Quick", max_model_len: int = MAX_MODEL_LEN) -> EngineArgs:

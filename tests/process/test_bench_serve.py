@@ -14,7 +14,7 @@ from .serving import SRC, environment
 def bench(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", "bench", "serve", "--json", *flags]
     marked = {**environment(), "STARTED_BY_TEST": str(tmp_path)}
-    return subprocess.run(command, env=marked, capture_output=True, text=True, timeout=180, cwd=SRC.parent)
+    return subprocess.run(command, env=marked, capture_output=True, text=True, timeout=400, cwd=SRC.parent)
 
 
 def processes_with(mark: Path) -> list[int]:

@@ -83,7 +83,7 @@ def kill(client: DPLBAsyncMPClient, engine: int) -> None:
 
 
 async def wait_for(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while not is_so():
             await asyncio.sleep(0.005)
 

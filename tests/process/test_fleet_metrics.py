@@ -25,7 +25,7 @@ from quire.wire.peers import ApiLaunch
 from tests.unit.frontend.metrics.books import Books
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 TIMEOUT_S = 2.0
 """Time that the parent gives the processes to answer when one of them is stopped; usually it is longer."""
 

@@ -13,7 +13,7 @@ import httpx2
 
 from .serving import ServerProcess, serving
 
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 120.0
 SERVES, COMES_BACK, LOADS_OR_IS_GONE = (200, 200, 200), (200, 200, 503), (503, 200, 503)
 """/health, /health/live, /health/ready."""
 FOREVER = {"prompt": [50], "max_tokens": 2000, "ignore_eos": True, "stream": True}

@@ -164,7 +164,7 @@ async def _intrude(engine: Engine, canary: str) -> int:
             intruder.handshake.send_multipart(mutate(rng, _samples("EngineStatus")[0], ALL_FRAMES) or [b""])
             num_sent += 2
             await asyncio.sleep(0)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while _num_dropped(engine) < num_sent:
                 await asyncio.sleep(0.01)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from quire import EngineArgs
+from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import find_damage, open_extent
+from quire.kv_store.record import RecordMac
 
 from .harness import Engine, running
 from .test_kv_store import NUM_READ, PROMPT_LEN, answer, until_stored
@@ -23,9 +27,11 @@ pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager
-def serving(directory: Path, address: str = "tcp://127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    directory: Path, address: str = "tcp://127.0.0.1:0", *flags: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves a directory, and its address."""
-    command = [sys.executable, "-m", "quire", "kv-store", "serve", str(directory), "--listen", address]
+    command = [sys.executable, "-m", "quire", "kv-store", "serve", str(directory), "--listen", address, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -106,6 +112,124 @@ def test_a_server_with_a_fault_costs_blocks_and_no_answer(
         with monkeypatch.context() as faults:
             faults.setenv("QUIRE_FAILPOINTS", place)
             _, address = stack.enter_context(serving(directory))
+        asyncio.run(run(address))
+
+
+# -- a store that engines write to ---------------------------------------------------------------------------------
+
+WRITES = "--allow-writes"
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory to be served, and the key that all processes have."""
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(key))
+    return tmp_path / "shared"
+
+
+def saved_by(engine: Engine) -> dict[str, float]:
+    metrics = engine.llm.pipeline.stats.metrics
+    assert metrics is not None
+    snapshot = metrics.snapshot()
+    names = ("kv_saves_begun", "kv_saved_blocks", "kv_saves_dropped", "kv_saves_waiting", "kv_remote_saves_begun")
+    counts = {name: snapshot.value(f"quire_{name}") for name in (*names, "kv_remote_saves", "kv_remote_saves_waiting")}
+    ended = counts["kv_saved_blocks"] + counts["kv_saves_dropped"] + counts["kv_saves_waiting"]
+    assert counts["kv_saves_begun"] == ended
+    assert counts["kv_remote_saves_begun"] == counts["kv_remote_saves"] + counts["kv_remote_saves_waiting"]
+    return counts
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_what_an_engine_stores_at_a_server_another_reads(has_own: bool, shared: Path, tmp_path: Path) -> None:
+    """The second engine has no directory in either case. The first goes on when the server is away and comes back."""
+
+    async def run() -> None:
+        own = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+        with serving(shared, "tcp://127.0.0.1:0", WRITES) as (server, address):
+            async with running(dataclasses.replace(reading_args(address), **own)) as engine:
+                tokens, _ = await answer(engine, "computed")
+                await until_stored(shared, PROMPT_LEN // 16)
+                while saved_by(engine)["kv_remote_saves"] < PROMPT_LEN // 16:
+                    await answer(engine, "a step", 1)  # counts come with steps
+            async with running(reading_args(address)) as engine:
+                await until_read(engine, tokens)
+                server.kill()
+                server.wait()
+                longer, _ = await answer(engine, "more", 40)
+                assert longer[:8] == tokens
+                with serving(shared, address, WRITES):
+                    await until_read(engine, tokens)
+                    assert (await answer(engine, "more still", 60))[0][:40] == longer
+                    await until_stored(shared, (PROMPT_LEN + 60 - 1) // 16)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", ["kv.peer.message=kill,key=Put", "kv.write=kill", "kv.write=hang", "kv.seal=kill"])
+def test_a_server_that_fails_in_the_middle_of_a_put_costs_no_answer(
+    place: str, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records that it has answered for are there afterwards, and whole."""
+
+    async def run(address: str) -> float:
+        async with running(EngineArgs("demo", kv_cache_memory_bytes=32 << 20)) as engine:
+            expected, _ = await answer(engine, "alone", 40)
+        async with running(reading_args(address)) as engine:
+            assert await answer(engine, "stored", 40) == (expected, 0)
+            while not (counts := saved_by(engine))["kv_remote_saves"] or counts["kv_remote_saves_waiting"]:
+                await answer(engine, "a step", 1)  # counts come with steps
+            assert (await answer(engine, "again", 40))[0] == expected
+            metrics = engine.llm.pipeline.stats.metrics
+            assert metrics is not None
+            return metrics.snapshot().value("quire_kv_remote_saves", "stored")
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as faults:
+            faults.setenv("QUIRE_FAILPOINTS", f"{place},skip=5" if place != "kv.seal=kill" else place)
+            server, address = stack.enter_context(serving(shared, "tcp://127.0.0.1:0", WRITES))
+        num_stored = asyncio.run(run(address))
+        assert num_stored == 5 or place == "kv.seal=kill"
+        server.send_signal(signal.SIGTERM if place == "kv.seal=kill" else signal.SIGKILL)
+        server.wait()
+    store = StoreDirectory.open(shared, 1 << 30)
+    found = 0
+    for extent in store.list_extents():
+        store.seal_if_orphan(extent)
+        (table,) = [store.load_table(one) for one in store.list_extents() if one.name == extent.name]
+        assert table is not None
+        descriptor = open_extent(store.descriptor, extent.name)
+        assert {find_damage(descriptor, entry, RecordMac(store.key)) for entry in table.entries} == {None}
+        os.close(descriptor)
+        found += len(table.entries)
+    assert found >= num_stored
+    store.close()
+
+
+@pytest.mark.parametrize("place", ["kv.peer.put", "kv.peer.answer=kill,key=Taken"])
+def test_an_engine_that_is_killed_in_the_middle_of_a_put_goes_on(
+    place: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = tmp_path / "deaths"
+    fault = place if "=" in place else f"{place}=kill"
+
+    async def run(address: str) -> None:
+        async with running(EngineArgs("demo", kv_cache_memory_bytes=32 << 20)) as engine:
+            expected, _ = await answer(engine, "alone", 40)
+        monkeypatch.setenv("QUIRE_FAILPOINTS", f"{fault},skip=7,times=1,tally={deaths}")
+        async with running(reading_args(address)) as engine:
+            assert (await answer(engine, "killed", 40))[0] == expected
+            while not deaths.exists():  # a save may come later than its answer
+                await asyncio.sleep(0.005)
+            assert (await answer(engine, "again", 40))[0] == expected
+        async with running(reading_args(address)) as engine:
+            while (await answer_anew(engine, "read"))[1] < NUM_READ:
+                await asyncio.sleep(0.2)
+            assert (await answer_anew(engine, "read"))[0] == expected[:8]
+
+    with serving(shared, "tcp://127.0.0.1:0", WRITES) as (_, address):
         asyncio.run(run(address))
 
 

@@ -11,7 +11,7 @@ import httpx2
 
 from .serving import serving
 
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 120.0
 LISTENS = "0A"
 BODY = {"prompt": "x", "max_tokens": 2}
 

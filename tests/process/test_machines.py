@@ -16,12 +16,13 @@ import pytest
 from quire import EngineArgs, LoRARequest
 from quire.frontend.async_llm import AsyncLLM
 from quire.wire.nodes import make_fleet_key
+from tests.ports import free_ports
 
 from .background import BackgroundProgram
 from .background import running as running_program
 from .serving import SRC, environment, serve_command
 from .test_engine_set import wait_for
-from .test_nodes import free_ports, is_running
+from .test_nodes import is_running
 from .test_workers import PROMPTS, adapter, expected, tokens_of, workers_of
 
 __all__ = ["adapter", "expected"]  # fixtures
@@ -45,7 +46,7 @@ def machine(fields: dict[str, Any]) -> Iterator[BackgroundProgram]:
     for name, value in fields.items():
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     with running_program(serve_command(*flags), cwd=SRC.parent, env=environment()) as program:
-        program.wait_for(lambda line: "waiting for the server" in line, 60)
+        program.wait_for(lambda line: "waiting for the server" in line, 300)
         yield program
 
 
@@ -91,4 +92,4 @@ async def killed(fields: dict[str, Any], victim: str, expected: list[list[int]],
             node = stack.enter_context(machine(fields))
         assert await asyncio.wait_for(asyncio.gather(*streams), 120) == expected
         node.process.terminate()
-        assert await asyncio.to_thread(node.process.wait, 30) == 0
+        assert await asyncio.to_thread(node.process.wait, 120) == 0

@@ -24,6 +24,7 @@ from quire.frontend.client.link import LinkState
 from quire.frontend.supervision.node import NodeAgent
 from quire.testing.history import History
 from quire.wire.nodes import NUM_PORTS
+from tests.ports import free_ports
 
 from .background import BackgroundProgram
 from .background import running as running_program
@@ -39,16 +40,6 @@ def key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     path.write_text(capsys.readouterr().out)
     path.chmod(0o600)
     return str(path)
-
-
-def free_ports(count: int = NUM_PORTS) -> int:
-    """Returns the first of ports that follow one another and are free."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for i in range(1, count):
-                stack.enter_context(socket.create_server(("127.0.0.1", first + i)))
-            return int(first)
 
 
 def fleet_args(key: str, port: int, **fields: Any) -> dict[str, Any]:
@@ -68,7 +59,7 @@ def node_process(key: str, port: int) -> Iterator[BackgroundProgram]:
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     with running_program(serve_command(*flags), cwd=SRC.parent, env=environment()) as program:
-        program.wait_for(lambda line: "waiting for the server" in line, 60)
+        program.wait_for(lambda line: "waiting for the server" in line, 300)
         yield program
 
 
@@ -179,7 +170,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_node_is_killed_and_comes_back(key: str) -> None:
-    port = free_ports()
+    port = free_ports(NUM_PORTS)
 
     async def run() -> None:
         async with running(fake_args("Calm", **fleet_args(key, port))) as engine:
@@ -232,7 +223,7 @@ def node_thread(key: str, port: int, **fields: Any) -> Iterator[NodeAgent]:
 
 def test_a_partition_heals(key: str) -> None:
     """The node is silent alone, then its core is, too: nothing of before counts, and the core goes on."""
-    port = free_ports()
+    port = free_ports(NUM_PORTS)
     proxy = Proxy(port)
     timeout = {"engine_link_timeout_s": 1.0}
 
@@ -269,7 +260,7 @@ def test_a_partition_heals(key: str) -> None:
 @pytest.mark.slow
 def test_the_commands_end_in_good_order(key: str) -> None:
     """A head without engines, and a node: Ctrl-C at the head ends both."""
-    port = free_ports()
+    port = free_ports(NUM_PORTS)
     shared = ("--data-parallel-size", "1", "--data-parallel-rpc-port", str(port), "--fleet-key", key)
 
     def start_node(server: ServerProcess) -> None:
@@ -280,5 +271,5 @@ def test_the_commands_end_in_good_order(key: str) -> None:
         nodes: list[Any] = []
         server = stack.enter_context(serving(*shared, "--data-parallel-size-local", "0", while_loading=start_node))
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0
-        assert [node.process.wait(60) for node in nodes] == [0]
+        assert server.process.wait(120) == 0
+        assert [node.process.wait(120) for node in nodes] == [0]

@@ -23,7 +23,7 @@ NUM_TOKENS = 20
 """Length of an answer, at 20 ms a token (`Leisurely`)."""
 CAPACITY = SEATS / (NUM_TOKENS * 0.02)
 """Requests per second."""
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 120.0
 
 
 @dataclass

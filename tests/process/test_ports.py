@@ -11,10 +11,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.ports import free_ports
+
 from .background import running
 from .harness import DEADLINE_S
 from .serving import SRC, START_TIMEOUT_S, environment, serve_command
-from .test_nodes import free_ports, is_running
+from .test_nodes import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -55,5 +57,5 @@ def test_a_server_on_each_port_and_their_joint_health() -> None:
         assert sorted(each["restarts"] for each in wait_for_health(200)) == [0, 1]
         left = children(program.process.pid)
         program.process.send_signal(signal.SIGINT)
-        assert program.process.wait(60) == 0
+        assert program.process.wait(120) == 0
         assert not any(map(is_running, left))

@@ -17,10 +17,11 @@ from quire.errors import ConfigError
 from quire.frontend.client.link import LinkState
 from quire.wire.group import NUM_GROUP_PORTS
 from quire.wire.nodes import NUM_PORTS
+from tests.ports import free_ports
 
 from .harness import check_free, fake_args, running
 from .test_engine_set import dp_client, wait_for
-from .test_nodes import free_ports, is_running, pid_of, read_while
+from .test_nodes import is_running, pid_of, read_while
 from .test_workers import PROMPTS, adapter, expected, tokens_of
 from .test_workers import make as make_llm
 
@@ -44,7 +45,7 @@ def cluster() -> Iterator[Any]:
 
 
 def ray_args(size: int = 2) -> Any:
-    return fake_args(data_parallel_size=size, data_parallel_backend="ray", data_parallel_rpc_port=free_ports())
+    return fake_args(data_parallel_size=size, data_parallel_backend="ray", data_parallel_rpc_port=free_ports(NUM_PORTS))
 
 
 def test_a_killed_actor_loses_no_stream(cluster: Any) -> None:
@@ -182,7 +183,7 @@ def test_engines_whose_workers_ray_places(
     monkeypatch.setenv("QUIRE_RAY_DP_PACK_STRATEGY", "span")
     sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
     if backend == "ray":
-        sizes |= {"data_parallel_backend": "ray", "data_parallel_rpc_port": free_ports()}
+        sizes |= {"data_parallel_backend": "ray", "data_parallel_rpc_port": free_ports(NUM_PORTS)}
     else:
         sizes |= {"distributed_executor_backend": "ray"}
 

@@ -25,7 +25,7 @@ from .scraping import scraped
 from .serving import ServerProcess, serving
 
 HI = [{"role": "user", "content": "Hi"}]
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -228,7 +228,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_start(tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other")  # of another model
     for more in ((), ("--api-server-count", "2")):
         command = serve_command("--port", "0", "demo", *more, "--lora-modules", f"other={other}")
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 2
         last = done.stderr.splitlines()[-1]
         assert last.startswith(f"quire: error: --lora-modules other: {other}/adapter_model.safetensors: tensor ")

@@ -20,13 +20,14 @@ from quire.frontend.client.link import LinkState
 from quire.wire.group import NUM_GROUP_PORTS
 from quire.wire.nodes import NUM_PORTS
 from tests.checkpoints import make_tiny_checkpoint
+from tests.ports import free_ports
 
 from .background import BackgroundProgram
 from .background import running as running_program
 from .harness import check_free, fake_args, running
 from .serving import SRC, environment, serve_command
 from .test_engine_set import dp_client, kill, wait_for
-from .test_nodes import Proxy, fleet_args, free_ports, key, pid_of, read_while, state_of
+from .test_nodes import Proxy, fleet_args, key, pid_of, read_while, state_of
 from .test_shared_experts import generate, generate_all, mixture_args
 
 __all__ = ["key"]  # a fixture
@@ -52,7 +53,7 @@ def node(args: EngineArgs) -> Iterator[BackgroundProgram]:
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     with running_program(serve_command(*flags), cwd=SRC.parent, env=environment()) as program:
-        program.wait_for(lambda line: "waiting for the server" in line, 60)
+        program.wait_for(lambda line: "waiting for the server" in line, 300)
         yield program
 
 
@@ -107,7 +108,7 @@ async def cut_the_network(scene: Scene) -> None:
 
 async def end_the_node(scene: Scene) -> None:
     scene.node.process.terminate()
-    assert await asyncio.to_thread(scene.node.process.wait, 30) == 0
+    assert await asyncio.to_thread(scene.node.process.wait, 120) == 0
     scene.node = scene.stack.enter_context(node_process(scene.key, scene.proxy.first))
     await wait_for(lambda: state_of(scene.client, 1) is LinkState.UP)
 
@@ -149,7 +150,7 @@ async def survive(key: str, event: Callable[[Scene], Awaitable[None]]) -> None:
                 assert scene.client.counts["poisoned_requests"] == 0
                 assert scene.client.counts["deaths"] <= 1
                 scene.node.process.terminate()
-                assert await asyncio.to_thread(scene.node.process.wait, 30) == 0
+                assert await asyncio.to_thread(scene.node.process.wait, 120) == 0
 
 
 def test_a_node_outlives_its_server_and_joins_the_next(key: str) -> None:
@@ -202,6 +203,6 @@ def test_a_mixture_on_two_machines_answers_as_on_one_engine(key: str, tmp_path: 
                 assert await engine.llm.update_weights(str(second), "v1") == "v1"
                 assert list(await asyncio.gather(*(generate(engine, i, 60) for i in range(6)))) == expected[1]
                 program.process.terminate()
-                assert await asyncio.to_thread(program.process.wait, 30) == 0
+                assert await asyncio.to_thread(program.process.wait, 120) == 0
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ from quire.cli.main import main
 
 from .serving import serving
 
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 120.0
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
 

@@ -178,6 +178,14 @@ class Tier:
         known = set(scheduler.requests.values())
         for name, requests in (("_waits", self.exchange._waits), ("_loaded", self.exchange._loaded)):
             assert set(requests) <= known, f"{name} has requests that have ended"
+        starts = loader.starts
+        assert starts._held <= known, "requests that have ended wait for others' loads"
+        assert starts._running == set(scheduler.running), f"{starts._running} are said to run"
+        assert starts._awaited <= set(loader.active.values()), "loads that have ended are waited for"
+        if starts._held:
+            self.sim.seen["waited for others' loads"] += 1
+            assert starts._awaited, "nothing is waited for"
+            assert not scheduler.running, "requests wait for others' loads beside steps"
         held = {block.block_id for block in self.exchange._manager.held.references()}
         for transfer in self.worker.active.values():
             if transfer.memory is self.worker._memory:

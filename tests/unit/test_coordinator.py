@@ -22,7 +22,7 @@ from quire.wire.handshake import COORDINATOR, CoordinatorAddresses, CoordinatorL
 from quire.wire.sockets import CurveKeys, make_zmq_socket
 
 START = EngineCoreRequestType.START_DP_WAVE
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Setting:

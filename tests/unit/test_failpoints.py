@@ -47,6 +47,7 @@ PLACES = {
     "kv.seal": ("extent.py", "write_table"),
     "kv.evict": ("directory.py", "evict"),
     "kv.peer.send": ("server.py", "_send_block"),
+    "kv.peer.put": ("client.py", "put"),
     "kv.peer.receive": ("client.py", "_take_blocks"),
     "kv.peer.message": ("server.py", "_take"),
     "kv.peer.answer": ("client.py", "_receive"),

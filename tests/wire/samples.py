@@ -74,9 +74,11 @@ from quire.wire.kv_peers import (
     Have,
     Hello,
     Proof,
+    Put,
     Refused,
     Release,
     Renew,
+    Taken,
     Welcome,
 )
 from quire.wire.kv_transfer import (
@@ -86,6 +88,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -220,6 +223,7 @@ PREFILL_STATS = PrefillStats(10, 4, 5, 1, {"disk": 1}, (1.5, 2.5))
 TRANSFER_STATS = KVTransferStats(
     *(PREFIX_STATS, 4, {"ok": 1}, [0.5], 2, 3, {"pins": 1}, {"pinned": 7}, 8, 9, {"broken": 10}),
     *({"mac": 2}, 6, {"postponed": 2}, [0.25], 11, 9, {"disk": {"ok": 1}}, {"same": 1}),
+    *(5, {"stored": 3}, 2),
 )
 SCHEDULER_STATS = SchedulerStats(
     *(3, 2, 1, 77, 5, 0.5, PREFIX_STATS, [EVICTION], SPEC_STATS, 130, 17, 40, 30, 29, 9, 60, 8, ADAPTER_STATS, 1),
@@ -272,10 +276,10 @@ REQUEST_SNAPSHOT = RequestSnapshot(
 )
 BLOCK_KEY = BlockKey(b"d" * 32, b"p" * 32, (1, 2), (("lora", "red", 1), ("cache_salt", b"s")))
 LOAD_ORDER = LoadOrder(7, "disk", 3, [BLOCK_KEY], [[4], [0]], {"host": "h"})
-SAVED_BLOCK = SavedBlock(1, 5, BLOCK_KEY)
-TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, [SAVED_BLOCK], "lease")], [6], {"x": 1})
+SAVED_BLOCKS = SavedBlocks.of([SavedBlock(1, 5, BLOCK_KEY)])
+TRANSFERS = KVConnectorMetadata([LOAD_ORDER], [SaveOrder(8, SAVED_BLOCKS, "lease")], [6], {"x": 1})
 LOAD_RESULT = LoadResult(7, 1, "partial", 4096, 0.5, "mac", 3, 2, {"mac": 1})
-SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io", [2])
+SAVE_RESULT = SaveResult(8, 1, "failed", 4096, 0.5, "io", [2], 1)
 
 TRANSFERRED = KVConnectorOutput([LOAD_RESULT], [SAVE_RESULT], {9: 2}, {"fingerprint": b"f"}, 1, 4, [(2, {"x": 1})])
 FULL: dict[str, Any] = {
@@ -348,8 +352,8 @@ FULL: dict[str, Any] = {
     ),
     "BlockKey": BLOCK_KEY,
     "LoadOrder": LOAD_ORDER,
-    "SavedBlock": SAVED_BLOCK,
-    "SaveOrder": SaveOrder(8, [SAVED_BLOCK], "lease", {"x": 1}),
+    "SavedBlocks": SAVED_BLOCKS,
+    "SaveOrder": SaveOrder(8, SAVED_BLOCKS, "lease", {"x": 1}),
     "KVConnectorMetadata": TRANSFERS,
     "LoadResult": LOAD_RESULT,
     "SaveResult": SAVE_RESULT,
@@ -361,7 +365,9 @@ FULL: dict[str, Any] = {
     "Credit": Credit(4, 2),
     "Renew": Renew(["lease"]),
     "Release": Release(["lease"]),
-    "Welcome": Welcome(1, "P", "start", b"n" * 32, b"t" * 32),
+    "Put": Put(7),
+    "Taken": Taken(7, "stored"),
+    "Welcome": Welcome(1, "P", "start", b"n" * 32, b"t" * 32, True),
     "Refused": Refused("fingerprint"),
     "Bitmap": Bitmap(3, b"\x03"),
     "Block": Block(4, 5),

@@ -30,7 +30,7 @@ from quire.wire.sockets import (
     make_zmq_socket,
 )
 
-ARRIVES_MS = 60_000
+ARRIVES_MS = 120_000
 STAYS_OUT_MS = 300
 """Long enough for a handshake on this host many times over."""
 

@@ -21,7 +21,7 @@ command += ["--api-key", "token-abc123", "--disable-log-requests", "--enforce-ea
 server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 try:
     url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
+    for _ in range(3000):
         try:
             if requests.get(f"{url}/health").status_code == 200:
                 break
@@ -35,4 +35,4 @@ try:
     print("with it:", answer.status_code, repr(answer.json()["choices"][0]["text"]))
 finally:
     server.terminate()
-    print("ended:", server.wait(30))
+    print("ended:", server.wait(120))

@@ -12,12 +12,15 @@ from typing import Any
 
 from quire.cli.command_line import Arguments, CommandLine, Option, Positional
 from quire.cli.terminal import file_bytes
+from quire.config.flags import parse_human_int
+from quire.config.kv_transfer import DEFAULT_STORE_BYTES, MIN_STORE_BYTES
 from quire.errors import ConfigError
 from quire.failpoints import arm_failpoints
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import Entry, find_damage, follow, open_extent
 from quire.kv_store.peer.server import BlockServer, DirectorySource
 from quire.kv_store.record import RecordMac
+from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S
 
 ACTIONS = ("list", "verify", "clear", "serve")
 LISTEN = "tcp://127.0.0.1:14579"
@@ -33,6 +36,28 @@ def command_line() -> CommandLine:
             default=LISTEN,
             metavar="ADDRESS",
         ),
+        Option(
+            name="allow_writes",
+            help="Let engines that serve's address is given to store their blocks in the directory, which is made if "
+            "need be.",
+            is_switch=True,
+            default=False,
+        ),
+        Option(
+            name="size",
+            help="Most bytes that the directory may take with --allow-writes (50G); what was used longest ago goes "
+            "first.",
+            parse=parse_human_int,
+            default=DEFAULT_STORE_BYTES,
+            validate=_check_size,
+        ),
+        Option(
+            name="max_write_bytes_per_s",
+            help="Most bytes that all engines may store in a second with --allow-writes.",
+            parse=parse_human_int,
+            default=MAX_WRITE_BYTES_PER_S,
+            validate=_check_rate,
+        ),
     ]
     return CommandLine(
         "quire kv-store",
@@ -41,7 +66,8 @@ def command_line() -> CommandLine:
         Positional(
             "words",
             "An action and the directory. list: its extents; verify: reads each record and checks its tag; clear: "
-            "deletes all records; serve: sends them to other engines until it is interrupted.",
+            "deletes all records; serve: sends them to other engines, and with --allow-writes stores theirs, until it "
+            "is interrupted.",
             nargs="*",
         ),
     )
@@ -53,10 +79,13 @@ def run(args: Arguments) -> int:
     if len(words) != 2 or words[0] not in ACTIONS:
         raise ConfigError(f"quire kv-store takes one of {', '.join(ACTIONS)} and a directory, not {' '.join(words)!r}")
     action, directory = words[0], Path(words[1]).expanduser()
-    store = StoreDirectory.open(directory, 0, is_made=False)
+    takes_records = args["allow_writes"]
+    if takes_records and action != "serve":
+        raise ConfigError(f"--allow-writes is an option of serve, not of {action}; leave it out")
+    store = StoreDirectory.open(directory, args["size"] if takes_records else 0, is_made=takes_records)
     try:
         if action == "serve":
-            _serve(store, args["listen"])
+            _serve(store, args["listen"], args["max_write_bytes_per_s"] if takes_records else 0)
             return 0
         if action == "clear":
             freed = _clear(store)
@@ -71,13 +100,23 @@ def run(args: Arguments) -> int:
     return int(any(row["damaged"] for row in rows))
 
 
-def _serve(store: StoreDirectory, address: str) -> None:
+def _check_size(num_bytes: int) -> None:
+    if num_bytes < MIN_STORE_BYTES:
+        raise ConfigError(f"--size {num_bytes} is less than {MIN_STORE_BYTES} (256 MiB); give more")
+
+
+def _check_rate(num_bytes: int) -> None:
+    if num_bytes < 1:
+        raise ConfigError(f"--max-write-bytes-per-s {num_bytes} is less than 1; leave out --allow-writes to take none")
+
+
+def _serve(store: StoreDirectory, address: str, max_write_bytes_per_s: int) -> None:
     """Serves the records until SIGINT or SIGTERM."""
     arm_failpoints()
     is_over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_over.set())
-    server = BlockServer(DirectorySource(store), store.key, address)
+    server = BlockServer(DirectorySource(store, max_write_bytes_per_s), store.key, address)
     print(f"serving {store.path} at {server.address}", flush=True)
     is_over.wait()
     server.close()

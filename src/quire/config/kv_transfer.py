@@ -146,7 +146,8 @@ class KVTransferConfig:
     kv_store_skip_salted: bool = flag(False, "Keep blocks of requests with a cache_salt out of --kv-store.")
     kv_store_remote: str | None = flag(
         None,
-        "Read KV blocks from the server of another machine's store, too: `quire kv-store serve` (docs/kv_store.md).",
+        "Read KV blocks from the server of another machine's store, too, and store those of this one there if it takes "
+        "any: `quire kv-store serve` (docs/kv_store.md).",
         metavar="ADDRESS",
     )
     transfer: dict[str, Any] | None = flag(
@@ -213,10 +214,12 @@ class KVTransferConfig:
         if self.kv_connector is None or self.kv_connector == STORE:
             store = self.kv_connector_extra_config
             path = {"path": store["path"]} if "path" in store else {}  # weights are hashed once
-            keys = _peer_keys({"peers": [], "tiers": tiers, **path}, None, 0)
+            skips_salted = store.get("skip_salted", self.kv_store_skip_salted)
+            given = {"peers": [], "tiers": tiers, **path}
+            keys = _peer_keys(given, None, 0, saves=self.kv_role == "kv_both", skips_salted=skips_salted)
             tuned = {"min_load_tokens": self.min_load_tokens, "load_bias": self.load_bias}
-            readers = dataclasses.replace(self._with_connector(PEERS, keys | tuned), kv_role="kv_consumer")
-            return readers if self.kv_connector is None else self._join(self, readers)
+            engine = dataclasses.replace(self._with_connector(PEERS, keys | tuned), kv_role="kv_consumer")
+            return engine if self.kv_connector is None else self._join(self, engine)
         if self.kv_connector == BOTH:
             return dataclasses.replace(self, parts=(self.parts[0], self.parts[1].with_tiers(tiers)))
         if self.kv_connector != PEERS:
@@ -276,7 +279,13 @@ class KVTransferConfig:
             )
         given_extra = given.get("kv_connector_extra_config", {})
         if name in _PEER_NAMES:
-            keys = _peer_keys(given_extra, given.get("engine_id"), given.get("kv_port", 0))
+            keys = _peer_keys(
+                given_extra,
+                given.get("engine_id"),
+                given.get("kv_port", 0),
+                saves=role != "kv_consumer",
+                skips_salted=self.kv_store_skip_salted,
+            )
             return dataclasses.replace(self._with_connector(PEERS, keys), kv_role=role)
         extra = _store_keys(name, given_extra)
         tiers = extra.pop("tiers", [])
@@ -381,8 +390,10 @@ def _check_tier(address: str) -> None:
         raise ConfigError(f"{address!r} is no address of a block server; give tcp://HOST:PORT or ipc:///PATH")
 
 
-def _peer_keys(extra: Mapping[str, Any], engine_id: str | None, port: int) -> dict[str, Any]:
-    """Returns all keys of `PEERS`. Raises ConfigError."""
+def _peer_keys(
+    extra: Mapping[str, Any], engine_id: str | None, port: int, *, saves: bool, skips_salted: bool
+) -> dict[str, Any]:
+    """Returns all keys of `PEERS`. `saves`: a block server that takes blocks is given them. Raises ConfigError."""
     where = f"{FLAG}: kv_connector_extra_config"
     _check_keys(extra, _PEER_BOUNDS, where)
     for address in extra.get("tiers", ()):
@@ -401,6 +412,8 @@ def _peer_keys(extra: Mapping[str, Any], engine_id: str | None, port: int) -> di
         "kv_lease_duration": 30.0,
         "io_threads": 2,
         **extra,
+        "saves": saves,
+        "skip_salted": skips_salted,
         "listen": listen,
         "engine_id": engine_id or str(uuid.uuid4()),
     }

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quire.engine.executor.abstract import Executor
+from quire.engine.kv_cache.load_cost import NEVER
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 
 
@@ -17,9 +18,12 @@ class TransferLink:
 
     def __init__(self, executor: Executor, wake: Callable[[], None]) -> None:
         """`wake` is called on any thread. Raises ConfigError if the workers cannot transfer blocks."""
-        self._reports: deque[tuple[float, KVConnectorOutput]] = deque()
+        self.reports: deque[tuple[float, KVConnectorOutput]] = deque()
+        """Reports that `take` returns."""
         self._has_reports = threading.Event()
         self._wake = wake
+        self.alarm_at = NEVER
+        """The time of the last alarm by the clock of the one that has set it, which keeps it here."""
         self._alarm = threading.Condition()
         self._alarm_at: float | None = None
         self._alarm_thread: threading.Thread | None = None
@@ -32,28 +36,28 @@ class TransferLink:
 
     def put(self, report: KVConnectorOutput) -> None:
         """Adds a report. Callable from any thread."""
-        self._reports.append((self.clock(), report))
+        self.reports.append((self.clock(), report))
         self._has_reports.set()
         self._wake()
 
     @property
     def has_reports(self) -> bool:
         """Returns whether `take` would return anything."""
-        return bool(self._reports)
+        return bool(self.reports)
 
     def take(self) -> list[tuple[float, KVConnectorOutput]]:
         """Returns the reports since the last call, each with the time at which it came: the loop may have been busy
         since."""
         reports: list[tuple[float, KVConnectorOutput]] = []
-        while self._reports:
-            reports.append(self._reports.popleft())
+        while self.reports:
+            reports.append(self.reports.popleft())
         return reports
 
     def wait(self, seconds: float) -> None:
         """Waits for a report, at most so long."""
-        if not self._reports:
+        if not self.reports:
             self._has_reports.clear()
-            if not self._reports:
+            if not self.reports:
                 self._has_reports.wait(seconds)
 
     def set_alarm(self, seconds: float) -> None:

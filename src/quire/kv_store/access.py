@@ -127,6 +127,8 @@ class StoreWriter:
         self._seal_ts = 0.0
         self._rest_ts = float("-inf")
         self._rest_reason = ""
+        self.last_place = "", 0
+        """Extent of the last record that was written, and its offset there."""
 
     def append(self, header: RecordHeader, payload: Sequence[memoryview]) -> str:
         """Writes a record. Returns the reason if it was not written: full, error, or format if it is too large; ""."""
@@ -140,7 +142,7 @@ class StoreWriter:
                 self._seal_ts = self._clock() + OPEN_S
                 if not self._extent.has_room(header):
                     return "format"
-            self._extent.append(header, payload)
+            self.last_place = self._extent.name, self._extent.append(header, payload).offset
         except InvalidRecordError:
             return "format"
         except StoreFullError as e:

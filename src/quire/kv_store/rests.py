@@ -26,6 +26,10 @@ class Rests:
         self._faults[name] = seconds, now + seconds
         return seconds
 
+    def begin(self, name: str, seconds: float, now: float) -> None:
+        """Begins a rest of so many seconds, which is no fault's."""
+        self._faults[name] = seconds, now + seconds
+
     def note_good(self, name: str, *, ends_rest: bool = True) -> None:
         """Notes a success: the next rest is a short one, and one that has begun ends, unless `ends_rest` is False."""
         if ends_rest:

@@ -23,7 +23,13 @@ from typing import Any, ClassVar, Literal
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import CONNECTORS, ConnectorSpec
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.connector import (
+    NO_MATCH,
+    BlockChoice,
+    ExternalMatch,
+    KVConnectorScheduler,
+    find_longest_match,
+)
 from quire.engine.request import Request, RequestStatus
 from quire.testing.fake_hardware import KVMemory, ProtocolError
 from quire.wire.kv_cache import KVCacheConfig
@@ -76,6 +82,8 @@ class FakeTier:
         """True: the scheduler half answers "later"."""
         self.takes_saves = True
         """False: blocks cannot be saved yet."""
+        self.most_at_once = 1 << 30
+        """Most blocks that are decided on at once; the rest is to be offered again."""
         self.has_peer = False
         """True: a peer has the same blocks, and is another source."""
         self.lease_interval = 0
@@ -147,11 +155,12 @@ class FakeTierScheduler(KVConnectorScheduler):
     def seconds_to_save(self) -> float:
         return 0.0 if self.tier.takes_saves else math.inf
 
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        return not self._has(group_id, key.digest)
+    def choose_blocks(self, group_id: int, digests: Sequence[bytes]) -> BlockChoice:
+        num_decided = min(self.tier.most_at_once, len(digests))
+        return BlockChoice([i for i in range(num_decided) if not self._has(group_id, digests[i])], num_decided)
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
-        saved = order.blocks[: result.num_saved]
+        saved = list(order.blocks)[: result.num_saved]
         self.tier.index.update((self.namespace, block.group_id, block.key.digest) for block in saved)
 
     def name_lease(self, request: Request) -> str | None:

@@ -151,6 +151,8 @@ def _check_transfers(of: MetricsSnapshot) -> list[str]:
         wrong += _differ("loads begun, and ended + in flight", of.value("quire_kv_loads_begun"), ended)
         saves = sum(of.value(f"quire_kv_{name}") for name in ("saved_blocks", "saves_dropped", "saves_waiting"))
         wrong += _differ("saves begun, and saved + dropped + waiting", of.value("quire_kv_saves_begun"), saves)
+        puts = of.value("quire_kv_remote_saves") + of.value("quire_kv_remote_saves_waiting")
+        wrong += _differ("puts begun, and ended + waiting", of.value("quire_kv_remote_saves_begun"), puts)
     return wrong
 
 

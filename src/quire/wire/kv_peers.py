@@ -13,9 +13,11 @@ answered before.
     Credit                             ->
                                        <-  Block + header and tag + payload, for each key in order; Gone ends it
     Renew(leases), Release(leases)     ->
+    Put + header and tag + payload     ->
+                                       <-  Taken, for each in order
 
-A server sends as many blocks as it has credit for. A record is what `kv_store/record.py` describes, and is verified as
-one that was read from a file.
+A server sends as many blocks as it has credit for, and takes PUT_CREDIT records of a session at once, if it takes any.
+A record is what `kv_store/record.py` describes, and is verified as one that was read from a file, on either side.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ MAX_CREDIT = 64
 MAX_LEASES = 1 << 10
 """Most leases of a message."""
 MAX_REQUEST_BYTES = 1 << 20
-"""Longest message of a client: MAX_KEYS take less."""
+"""Longest frame of a client: MAX_KEYS take less, and a payload that is put has several."""
+PUT_CREDIT = 4
+"""Records of a session that may be put before the first of them is answered."""
 MAX_RECORD_BYTES = 50 << 20
 """Longest frame of a server."""
 
@@ -102,6 +106,12 @@ class Release(Struct, array_like=True, tag="release", gc=False):
     leases: LeaseNames
 
 
+class Put(Struct, array_like=True, tag="put", gc=False):
+    """Gives a record; its frames follow: header with tag, then the payload, in frames of MAX_REQUEST_BYTES at most."""
+
+    put_id: Number
+
+
 class Welcome(Struct, array_like=True, tag="welcome", gc=False):
     """Proves that the server has the key."""
 
@@ -111,13 +121,15 @@ class Welcome(Struct, array_like=True, tag="welcome", gc=False):
     """Another one after each start: leases of an earlier one are gone."""
     nonce: Nonce
     tag: Digest
+    takes_records: bool = False
+    """True: records may be put."""
 
 
 class Refused(Struct, array_like=True, tag="refused", gc=False):
     """Ends a session."""
 
     field: PeerName
-    """Name of what does not fit: version, fingerprint, tag, message, pulls; session: it has ended."""
+    """Name of what does not fit: version, fingerprint, tag, message, pulls, puts; session: it has ended."""
 
 
 class Bitmap(Struct, array_like=True, tag="bitmap", gc=False):
@@ -142,8 +154,16 @@ class Gone(Struct, array_like=True, tag="gone", gc=False):
     index: Number
 
 
-PeerRequest = Hello | Proof | Have | Get | Credit | Renew | Release
-PeerAnswer = Welcome | Refused | Bitmap | Block | Gone
+class Taken(Struct, array_like=True, tag="taken", gc=False):
+    """Answers a `Put`, after the record was written if it is to be."""
+
+    put_id: Number
+    outcome: PeerName
+    """stored; present: it was there; or a reason: rate, full, error, or one of REJECTIONS."""
+
+
+PeerRequest = Hello | Proof | Have | Get | Credit | Renew | Release | Put
+PeerAnswer = Welcome | Refused | Bitmap | Block | Gone | Taken
 
 
 def server_tag(key: bytes, hello: Hello, nonce: bytes, incarnation: str, place: str) -> bytes:

@@ -19,8 +19,8 @@ The protocol, which a worker half must keep:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Set
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -59,19 +59,61 @@ class LoadOrder(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Message of the scheduler half to the worker half, about this load."""
 
 
-class SavedBlock(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A computed block of one group, to be written to a store."""
+class SavedBlock(NamedTuple):
+    """A computed block of one group, to be written to a store. Messages have `SavedBlocks`."""
 
     group_id: int
     block_id: int
     key: BlockKey
 
 
+class SavedBlocks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Computed blocks, in order: a list per field of `SavedBlock`, all of one length. The core's loop makes these by
+    slices; a `SavedBlock` is made where one is used."""
+
+    group_ids: list[int] = []
+    block_ids: list[int] = []
+    digests: list[bytes] = []
+    parents: list[bytes | None] = []
+    token_ids: list[tuple[int, ...]] = []
+    extra_keys: list[tuple[tuple[Any, ...], ...] | None] | None = None
+    """None: no block has any."""
+
+    @staticmethod
+    def of(blocks: Iterable[SavedBlock]) -> SavedBlocks:
+        """Returns the columns of `blocks`."""
+        made = SavedBlocks(extra_keys=[])
+        for block in blocks:
+            made.add(block.group_id, block.block_id, block.key)
+        return made
+
+    def add(self, group_id: int, block_id: int, key: BlockKey) -> None:
+        """Adds a block. `extra_keys` is a list."""
+        self.group_ids.append(group_id)
+        self.block_ids.append(block_id)
+        self.digests.append(key.digest)
+        self.parents.append(key.parent)
+        self.token_ids.append(key.token_ids)
+        assert self.extra_keys is not None
+        self.extra_keys.append(key.extra_keys)
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def __getitem__(self, index: int) -> SavedBlock:
+        keys = None if self.extra_keys is None else self.extra_keys[index]
+        key = BlockKey(self.digests[index], self.parents[index], self.token_ids[index], keys)
+        return SavedBlock(self.group_ids[index], self.block_ids[index], key)
+
+    def __iter__(self) -> Iterator[SavedBlock]:
+        return (self[index] for index in range(len(self)))
+
+
 class SaveOrder(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Blocks to be written to a store. They are computed, and pinned until the result."""
 
     save_id: int
-    blocks: list[SavedBlock]
+    blocks: SavedBlocks
     lease: str = ""
     """Name under which another engine may read the blocks; the save ends when it has, with reason released, expired or
     broken. Empty: they are written to a store."""
@@ -128,6 +170,8 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     reason: str = ""
     differing: list[int] = []
     """Blocks of an audit that are not what is stored, by index in the order; `num_saved` are the same."""
+    num_present: int = 0
+    """Saved blocks that were there before, and were not written again."""
 
 
 def cut_load(order: LoadOrder, invalid: Set[int], *, has_failed: bool = False) -> LoadResult:

@@ -195,6 +195,11 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """`num_loads`, by where the blocks were."""
     num_audited_blocks: dict[str, int] = {}
     """Blocks that were computed instead of loaded, and compared: "same", "differs", "skipped"."""
+    num_remote_saves_begun: int = 0
+    """Records that were to be put to a block server: those that have ended since, or wait."""
+    num_remote_saves: dict[str, int] = {}
+    """Records that have ended, by outcome: `worker/kv_transfer/remote_saves.py: OUTCOMES`."""
+    num_waiting_remote_saves: int = 0
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -8,7 +8,7 @@ import msgspec
 
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.held import HeldBlocks
-from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
+from quire.engine.kv_cache.loader import BlockLoader, JointStart, Load, RecordCounts
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.kv_cache.saver import BlockSaver
 from quire.engine.request import Request
@@ -234,10 +234,24 @@ def postponed_block_is_not_looked_at(patch: Patch) -> None:
 
     def offer(original: Any, self: BlockSaver, now: float) -> None:
         with patch.context() as meanwhile:
-            meanwhile.setattr("quire.engine.kv_cache.saver._has_content", lambda block, digest: True)
+            for block in self._manager.block_pool.blocks:
+                meanwhile.setattr(block, "forgotten_at", 0)
             original(self, now)
 
     wrap(patch, BlockSaver, "offer_postponed", offer)
+
+
+@tier_mutant
+def computed_block_is_not_looked_at(patch: Patch) -> None:
+    """A block is saved when the result of its step is in, whatever it holds then."""
+
+    def note_computed(original: Any, self: BlockSaver, step: int, now: float) -> None:
+        with patch.context() as meanwhile:
+            for block in self._manager.block_pool.blocks:
+                meanwhile.setattr(block, "forgotten_at", 0)
+            original(self, step, now)
+
+    wrap(patch, BlockSaver, "note_computed", note_computed)
 
 
 @tier_mutant
@@ -258,3 +272,26 @@ def leased_blocks_are_given_away(patch: Patch) -> None:
     """Blocks that another engine was promised are free."""
 
     patch.setattr(HeldBlocks, "lease", lambda self, holder, tables: self.hold(holder, "leased", []))
+
+
+@tier_mutant
+def waits_for_loads_beside_steps(patch: Patch) -> None:
+    """A request that has loaded waits for the loads of others though another request has started."""
+
+    def note_started(original: Any, self: JointStart, request: Request) -> None:
+        with patch.context() as meanwhile:
+            meanwhile.setattr(JointStart, "release", lambda self: None)
+            original(self, request)
+
+    wrap(patch, JointStart, "note_started", note_started)
+
+
+@tier_mutant
+def waits_for_loads_that_were_given_up(patch: Patch) -> None:
+    """A request that has loaded waits for the loads of others though these were given up."""
+
+    def note_end(original: Any, self: JointStart, load: Load, now: float, *, may_hold: bool) -> None:
+        if load.stage == "ended":
+            original(self, load, now, may_hold=may_hold)
+
+    wrap(patch, JointStart, "note_end", note_end)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli import kv_store as kv_store_module
 from quire.cli.main import main
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer import client as client_module
@@ -90,6 +91,21 @@ def test_serve_answers_until_it_is_told_to_end(
     assert answers == [[True, True, False]]
 
 
+def test_a_server_that_takes_blocks_makes_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[tuple[int, int, int]]()
+
+    def serve(store: StoreDirectory, address: str, max_write_bytes_per_s: int) -> None:
+        made.append((store.max_bytes, store.path.stat().st_mode & 0o777, max_write_bytes_per_s))
+
+    monkeypatch.setattr(kv_store_module, "_serve", serve)
+    words = ["kv-store", "serve", str(tmp_path / "new"), "--allow-writes", "--size", "1G"]
+    assert main([*words, "--max-write-bytes-per-s", "5m"]) == 0
+    assert made == [(1 << 30, 0o700, 5_000_000)]
+    assert (tmp_path / "new" / "key").stat().st_size == 32
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -97,6 +113,10 @@ def test_serve_answers_until_it_is_told_to_end(
         (["list"], "takes one of"),
         (["drop", "DIR"], "takes one of"),
         (["list", "DIR"], "cannot be made or opened: No such file"),
+        (["serve", "DIR"], "cannot be made or opened: No such file"),
+        (["list", "DIR", "--allow-writes"], "--allow-writes is an option of serve, not of list; leave it out"),
+        (["serve", "DIR", "--allow-writes", "--size", "1M"], "--size 1048576 is less than 268435456 (256 MiB)"),
+        (["serve", "DIR", "--max-write-bytes-per-s", "0"], "is less than 1; leave out --allow-writes to take none"),
     ],
 )
 def test_what_is_no_store_is_refused(

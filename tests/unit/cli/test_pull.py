@@ -221,7 +221,7 @@ def test_an_interrupt_ends_a_download_at_once_and_the_same_command_fetches_the_r
                 assert pulling.poll() is None
                 time.sleep(0.02)
             pulling.send_signal(signal.SIGINT)
-            assert pulling.wait(30) == 130, "it waits for a file that the hub does not send"
+            assert pulling.wait(120) == 130, "it waits for a file that the hub does not send"
         finally:
             hub.go_on.set()
     assert not list(tmp_path.glob("hub/*/blobs/*.incomplete")), "parts that nothing would delete"

@@ -185,6 +185,12 @@ def test_the_server_of_another_machines_store(tmp_path: Path) -> None:
     alone = EngineArgs("demo", kv_store_remote=REMOTE).create_engine_config().kv_transfer_config
     assert (alone.kv_connector, alone.kv_role) == (PEERS, "kv_consumer")
     assert (alone.kv_connector_extra_config["tiers"], alone.kv_connector_extra_config["peers"]) == ([REMOTE], [])
+    keys = alone.kv_connector_extra_config
+    assert (keys["saves"], keys["skip_salted"]) == (True, False), "blocks are stored there if it takes them"
+    flags = {"kv_store_remote": REMOTE, "kv_store_skip_salted": True}
+    assert (
+        EngineArgs("demo", **flags).create_engine_config().kv_transfer_config.kv_connector_extra_config["skip_salted"]
+    )
     store = {"kv_store": str(tmp_path)}
     config = EngineArgs("demo", **store, kv_store_remote="ipc:///run/kv").create_engine_config()
     assert decode_config(encode_config(config)).kv_transfer_config == config.kv_transfer_config
@@ -196,6 +202,9 @@ def test_the_server_of_another_machines_store(tmp_path: Path) -> None:
     given = settle(kv_connector=STORE, **extra(path="x", tiers=[REMOTE], **own))
     assert (given.kv_connector, {name: getattr(given, name) for name in own}) == (BOTH, own)
     assert given.parts[0].audit_share == 0.5
+    assert given.parts[1].kv_connector_extra_config["saves"]
+    only_reads = settle(kv_connector=STORE, kv_role="kv_consumer", **extra(path="x", tiers=[REMOTE]))
+    assert not only_reads.parts[1].kv_connector_extra_config["saves"]
     peers = {**NIXL, **extra(tiers=["tcp://a:1"])}
     for flags in ({}, store):
         args = EngineArgs("demo", kv_store_remote=REMOTE, kv_transfer_config=peers, **flags)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,9 +33,10 @@ from quire.wire.group import (
 from quire.wire.handshake import CoordinatorAddresses, CoordinatorLaunch, HubLaunch
 from quire.wire.nodes import derive_keys
 from quire.wire.shared_memory import has_epoch_ended, make_experts_file, note_epoch
+from tests.ports import free_ports
 
 WORK, NONE, PAUSING = Vote(True, False), Vote(False, False), Vote(False, True)
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Table:
@@ -153,9 +152,8 @@ class Hub:
     """A coordinator on a thread, with a hub; `stop` is its death."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        with contextlib.ExitStack() as stack:
-            ports = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
-        back, intake, self.address = (f"tcp://127.0.0.1:{port}" for port in ports)
+        first = free_ports(3)
+        back, intake, self.address = (f"tcp://127.0.0.1:{port}" for port in range(first, first + 3))
         self.key = secrets.token_bytes(32)
         keys, _ = derive_keys(self.key, 5.0)
         addresses = CoordinatorAddresses(*(f"ipc://{directory}/{name}" for name in "fbi"))

@@ -35,7 +35,7 @@ from .harness import ScriptedExecutor, make_config, make_core_request
 
 ADD, ABORT, UTILITY = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
 WAKEUP = EngineCoreRequestType.WAKEUP
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Gated(ScriptedExecutor):

@@ -140,7 +140,7 @@ def test_preloading_goes_on_past_what_cannot_be_imported(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     preload = Preload(["quire_test_missing:a", "quire_test_breaks:a", "quire_test_works:a"])
     preload.start()
-    preload.join(30)
+    preload.join(120)
     assert sys.modules.pop("quire_test_works", None) is not None
 
 

@@ -37,7 +37,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "SpanSenderEnd":
-            thread.join(10)
+            thread.join(120)
             assert not thread.is_alive()
 
 

@@ -21,7 +21,20 @@ from quire.kv_store.peer.client import PeerClient, PeerError, PeerList
 from quire.kv_store.peer.server import BlockServer, BlockSource, DirectorySource, Record
 from quire.kv_store.record import TAG_BYTES, RecordMac, make_header
 from quire.wire import sockets
-from quire.wire.kv_peers import MAX_KEYS, Credit, Get, Have, Hello, Proof, RecordName, Release, Renew
+from quire.wire.kv_peers import (
+    MAX_KEYS,
+    PUT_CREDIT,
+    Credit,
+    Get,
+    Have,
+    Hello,
+    Proof,
+    Put,
+    RecordName,
+    Release,
+    Renew,
+    Taken,
+)
 
 from ...seeds import seed_of, volume
 
@@ -37,6 +50,15 @@ class Memory(BlockSource):
         self.leases = {"lease"}
         self.expected = ""
         self.calls: list[tuple[str, list[str]]] = []
+        self.puts: list[tuple[list[bytes], Callable[[str], None]]] = []
+        self.takes_records = True
+
+    def put(self, fingerprint: bytes, frames: Sequence[bytes], report: Callable[[str], None]) -> None:
+        self.puts.append((list(frames), report))
+        if self.answers_puts:
+            report(f"outcome {len(self.puts)}")
+
+    answers_puts = True
 
     def add(self, number: int, group: int = 0) -> RecordName:
         name = group, bytes([number]) * 32
@@ -282,6 +304,96 @@ def test_a_damaged_record_is_not_sent_and_a_deleted_extent_is_closed(tmp_path: P
     store.close()
 
 
+# -- records that are put -------------------------------------------------------------------------------------------
+
+
+def test_records_are_put_in_pieces_and_answered_in_order(
+    server: BlockServer, source: Memory, client: PeerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_REQUEST_BYTES", 40)
+    num_read: list[int] = []
+
+    def records() -> Iterator[tuple[int, tuple[bytes, memoryview]]]:
+        for number in range(9):
+            num_read.append(len(source.puts))
+            yield 10 + number, (b"head %d" % number, memoryview(bytes([number]) * 100 if number else b""))
+
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert peer.takes_records
+        assert list(peer.put(records(), never)) == [(10 + number, f"outcome {number + 1}") for number in range(9)]
+        assert peer.have([]) == []  # the session goes on
+    assert [b"".join(frames) for frames, _ in source.puts[1:]] == [
+        b"head %d" % number + bytes([number]) * 100 for number in range(1, 9)
+    ]
+    assert {len(frames) for frames, _ in source.puts[1:]} == {4}
+    assert source.puts[0][0] == [b"head 0"]
+    assert all(number - PUT_CREDIT <= there for number, there in enumerate(num_read)), "few are on their way"
+
+
+def test_a_server_that_takes_none_and_one_that_is_given_too_many(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    def put(count: int, *frames: bytes) -> None:
+        with client.connect(server.address, FINGERPRINT) as peer:
+            for number in range(count):
+                peer.send(Put(number), *frames)
+            peer.have([])
+
+    source.answers_puts = False
+    with pytest.raises(PeerError, match="puts does not fit"):
+        put(PUT_CREDIT + 1, b"head")
+    for _, report in source.puts:
+        report("late")  # its session has ended
+    put(PUT_CREDIT, b"head")
+    with pytest.raises(PeerError, match="puts does not fit"):
+        put(1)  # without a record
+    source.takes_records = False
+    with pytest.raises(PeerError, match="puts does not fit"):
+        put(1, b"head")
+    with pytest.raises(NotImplementedError):
+        BlockSource.put(source, FINGERPRINT, [], lambda outcome: None)
+
+
+def test_an_answer_for_another_record_ends_the_connection(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    source.answers_puts = False
+
+    def answer() -> bool:
+        """Answers for another record as soon as there is one, while its client waits."""
+        if source.puts:
+            (name, session), *_ = server._sessions.items()
+            server._taken.append((name, session, Taken(8, "stored")))
+            server.wake()
+        return False
+
+    def put() -> None:
+        with client.connect(server.address, FINGERPRINT) as peer:
+            next(peer.put([(7, (b"head", memoryview(b"")))], answer))
+
+    with pytest.raises(PeerError, match="another record than 7") as error:
+        put()
+    assert error.value.reason == "format"
+
+
+def test_a_directory_takes_records(tmp_path: Path) -> None:
+    store = StoreDirectory.open(tmp_path / "store", 1 << 30)
+    source = DirectorySource(store, 1 << 30)
+    server, client = BlockServer(source, store.key, "tcp://127.0.0.1:0"), PeerClient(store.key, "D")
+    mac, payload, name = RecordMac(store.key), memoryview(bytes(range(200))), (0, b"d" * 32)
+    head = make_header(FINGERPRINT, name[1], None, 0, [1], len(payload)).encode()
+    record = head + mac.tag(head, [payload]), payload
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert list(peer.put([(0, record), (1, record)], never)) == [(0, "stored"), (1, "present")]
+        until(lambda: peer.have([name]) == [True])  # a scan has found it
+        assert [(bytes(one[0]), bytes(one[1])) for one in peer.fetch("", [name], never)] == [(record[0], payload)]
+    client.close()
+    server.close()
+    (extent,) = store.list_extents()
+    assert store.is_sealed(extent)
+    store.close()
+
+
 # -- hostile messages ----------------------------------------------------------------------------------------------
 
 
@@ -301,7 +413,7 @@ class Raw:
 
 def test_nothing_is_answered_before_the_key_is_proven(server: BlockServer, source: Memory) -> None:
     raw, name = Raw(server), source.add(1)
-    asks = [Have(1, [name]), Get(1, "lease", [name]), Renew(["lease"]), Release(["lease"]), Credit(1, 1)]
+    asks = [Have(1, [name]), Get(1, "lease", [name]), Renew(["lease"]), Release(["lease"]), Credit(1, 1), Put(1)]
     for ask in asks:
         for before in ([], [Hello(1, FINGERPRINT, "D", b"n" * 32)], [Proof(b"p" * 32)]):
             for message in (*before, ask):
@@ -320,7 +432,7 @@ def test_mutated_messages_neither_crash_a_server_nor_take_its_memory(
     raw, names = Raw(server), [source.add(number) for number in range(8)]
     valid = [
         Hello(1, FINGERPRINT, "D", b"n" * 32), Proof(b"p" * 32), Have(1, names), Get(1, "lease", names, 8),
-        Credit(1, 60), Renew(["lease"]), Release(["a"]),
+        Credit(1, 60), Renew(["lease"]), Release(["a"]), Put(3),
     ]  # fmt: skip
     for _ in range(volume(3000)):
         data = bytearray(msgspec.msgpack.encode(rng.choice(valid)))

@@ -31,7 +31,7 @@ from quire.wire.handshake import (
 from quire.wire.serial import MsgpackDecoder, MsgpackEncoder, WireError
 from quire.wire.sockets import SocketDirectory, make_zmq_socket
 
-ARRIVES_MS = 10_000
+ARRIVES_MS = 120_000
 
 
 class Frontend:

@@ -16,6 +16,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -42,15 +43,15 @@ class Engine:
         self.info = {info["part"]: info["info"] for info in infos}
 
     def wait(self) -> KVConnectorOutput:
-        return self.reports.get(timeout=30)
+        return self.reports.get(timeout=120)
 
     def order(self, **orders: Any) -> KVConnectorOutput:
         self.worker.start(KVConnectorMetadata(**orders))
         return self.wait()
 
     @staticmethod
-    def blocks(first: int) -> list[SavedBlock]:
-        return [SavedBlock(0, first + i, key) for i, key in enumerate(KEYS)]
+    def blocks(first: int) -> SavedBlocks:
+        return SavedBlocks.of(SavedBlock(0, first + i, key) for i, key in enumerate(KEYS))
 
 
 @pytest.fixture

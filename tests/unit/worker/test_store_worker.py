@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,7 @@ from quire.wire.kv_transfer import (
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
     TransferAggregator,
@@ -48,7 +50,7 @@ from quire.worker.kernels.native import NativeKernels
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
 from quire.worker.kv_transfer import transfers
 from quire.worker.kv_transfer.store_worker import StoreWorker
-from quire.worker.kv_transfer.transfers import NO_PLACE
+from quire.worker.kv_transfer.transfers import NO_PLACE, BlockBytes
 from tests.checkpoints import MakeCheckpoint
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -96,7 +98,7 @@ class Engine:
         self._next_id = 0
 
     def wait(self) -> KVConnectorOutput:
-        return self.reports.get(timeout=30)
+        return self.reports.get(timeout=120)
 
     def next_id(self) -> int:
         self._next_id += 1
@@ -104,7 +106,7 @@ class Engine:
 
     def save_order(self, keys: list[BlockKey], block_ids: list[int], group: int = 0) -> SaveOrder:
         blocks = [SavedBlock(group, block_id, key) for key, block_id in zip(keys, block_ids, strict=True)]
-        return SaveOrder(self.next_id(), blocks)
+        return SaveOrder(self.next_id(), SavedBlocks.of(blocks))
 
     def save(self, keys: list[BlockKey], block_ids: list[int], group: int = 0) -> SaveResult:
         self.worker.start(KVConnectorMetadata(saves=[self.save_order(keys, block_ids, group)]))
@@ -375,12 +377,12 @@ def test_a_late_save_gives_way_to_the_next_one(
 
     def wait(name: str, key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     monkeypatch.setattr(transfers, "LATE_S", 0.0)
     with injected("kv.write", wait):
         engine.worker.start(KVConnectorMetadata(saves=[first]))
-        assert begun.wait(30)
+        assert begun.wait(120)
         engine.worker.start(KVConnectorMetadata(saves=[second]))
         go_on.set()
         (result,) = engine.wait().saves
@@ -413,11 +415,11 @@ def test_a_cancel_ends_a_load_between_records_and_is_answered_once(make_engine: 
 
     def wait(name: str, key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     with injected("kv.read", wait):
         engine.worker.start(KVConnectorMetadata(loads=[order]))
-        assert begun.wait(30)
+        assert begun.wait(120)
         engine.worker.start(KVConnectorMetadata(cancels=[order.load_id]))
         engine.worker.start(KVConnectorMetadata(cancels=[order.load_id]))
         assert engine.reports.empty(), "its blocks are still being written"
@@ -439,11 +441,11 @@ def test_a_cancelled_load_that_had_not_begun_ends_at_once(make_engine: Callable[
 
     def wait(name: str, key: str) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     with injected("kv.read", wait):
         engine.worker.start(KVConnectorMetadata(loads=[first]))
-        assert begun.wait(30)
+        assert begun.wait(120)
         engine.worker.start(KVConnectorMetadata(loads=[second]))
         engine.worker.start(KVConnectorMetadata(cancels=[second.load_id]))
         (result,) = engine.wait().loads
@@ -566,3 +568,20 @@ def test_the_namespace_is_reported_to_a_callback_that_comes_later(tmp_path: Path
     worker.report = reports.append
     assert [report.info is not None for report in reports] == [True]
     worker.close()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_pieces_of_a_block_are_its_rows_whatever_their_sizes(step: int) -> None:
+    """`step` 2: the parts are not in one piece."""
+    parts = [np.arange(step * size * 5, dtype=np.uint8).reshape(5, -1)[:, ::step] for size in (8, 8, 4, 8)]
+    blocks = BlockBytes([parts, []])
+    assert blocks.payload_bytes == [28, 0]
+    for block_id in range(5):
+        pieces = blocks.pieces(0, block_id)
+        assert [piece.tobytes() for piece in pieces] == [part[block_id].tobytes() for part in parts]
+    blocks.pieces(0, 3)[2][:] = b"here"
+    assert parts[2][3].tobytes() == b"here"
+    assert blocks.pieces(1, 3) == []

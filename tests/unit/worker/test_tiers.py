@@ -82,7 +82,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(tiers_module, "ASK_S", 60.0)
     engine = Engine(Server(), Server())
     yield engine
-    assert engine.asker.stop(time.monotonic() + 30)
+    assert engine.asker.stop(time.monotonic() + 120)
 
 
 def test_all_servers_are_asked(engine: Engine) -> None:

@@ -43,14 +43,26 @@ class KVCacheBlock:
     """One block of the pool.
 
     It is in the free queue exactly while `ref_cnt` is 0; a free block may still hold a cached prefix. `block_hash` (the
-    content's hash and the group id) and `content` are set together while the block can be hit.
+    content's hash and the group id) and `content` are set together while the block can be hit. `num_holds` of its
+    references are of no table. `forgotten_at` is the number of changes of the cache at which it last lost its content.
     """
 
-    __slots__ = ("block_hash", "block_id", "content", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "content",
+        "forgotten_at",
+        "is_null",
+        "next_free_block",
+        "num_holds",
+        "prev_free_block",
+        "ref_cnt",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
-        self.ref_cnt = 0
+        self.ref_cnt = self.num_holds = 0
+        self.forgotten_at = 0
         self.block_hash: BlockHash | None = None
         self.content: BlockContent | None = None
         self.is_null = False

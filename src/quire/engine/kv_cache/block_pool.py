@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from quire.engine.kv_cache.block import (
@@ -88,15 +89,20 @@ class BlockPool:
         self.cached_blocks = CachedBlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
+        self.null_block.forgotten_at = sys.maxsize  # it never has content
         self.null_block.ref_cnt = 1  # so that "free" and "no references" mean the same for every block
         self.num_touched = 1
         """Blocks from this id on have never been given out."""
         self._group_suffixes = [group_id.to_bytes(4, "little") for group_id in range(num_groups)]
         self._metrics = metrics
+        self.forgotten_at = 0
+        """Number of changes of the cache at which a block last lost its content."""
         self.changes: BlockChanges | None = None
         """Record of what can be found from now on, and no longer; None: there is none."""
         self.num_cached_free_blocks = 0
         """Number of blocks without references whose content may be hit."""
+        self.num_only_held = 0
+        """Number of blocks with references, none of which is a table's."""
         self.num_lent = 0
         """Number of blocks in use that are in no table: a reset does not wait for them."""
 
@@ -163,9 +169,12 @@ class BlockPool:
         for block in blocks:
             if block.is_null:
                 continue
-            if block.ref_cnt == 0:
-                self.free_block_queue.remove(block)
-                self.num_cached_free_blocks -= block.block_hash is not None
+            if block.ref_cnt == block.num_holds:
+                if block.ref_cnt == 0:
+                    self.free_block_queue.remove(block)
+                    self.num_cached_free_blocks -= block.block_hash is not None
+                else:
+                    self.num_only_held -= 1
             block.ref_cnt += 1
             if self._metrics is not None:
                 self._metrics.on_block_accessed(block.block_id)
@@ -185,11 +194,50 @@ class BlockPool:
             if block.ref_cnt == 0:
                 raise IntegrityError(f"{block} was freed twice")
             block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                (worthless if block.block_hash is None else cached).append(block)
+            if block.ref_cnt == block.num_holds:
+                if block.ref_cnt == 0:
+                    (worthless if block.block_hash is None else cached).append(block)
+                else:
+                    self.num_only_held += 1
+        self._add_free(cached, worthless)
+
+    def _add_free(self, cached: list[KVCacheBlock], worthless: list[KVCacheBlock]) -> None:
         self.num_cached_free_blocks += len(cached)
         self.free_block_queue.prepend_n(worthless)
         self.free_block_queue.append_n(cached)
+
+    # -- references that are of no table -----------------------------------------------------------------------
+
+    def hold_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Makes one reference of each block, which a table had or would have had, one of no table."""
+        for block in blocks:
+            block.num_holds += 1
+            self.num_only_held += block.ref_cnt == block.num_holds
+
+    def pin_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Adds a reference of no table to each block."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_block_queue.remove(block)
+                self.num_cached_free_blocks -= block.block_hash is not None
+                self.num_only_held += 1
+            block.ref_cnt += 1
+            block.num_holds += 1
+
+    def release_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Drops a reference of no table from each block, in the order of `free_blocks`."""
+        cached: list[KVCacheBlock] = []
+        worthless: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            if block.num_holds == 0:
+                raise IntegrityError(f"{block} was released twice")
+            block.num_holds -= 1
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self.num_only_held -= 1
+                (worthless if block.block_hash is None else cached).append(block)
+        if cached or worthless:
+            self._add_free(cached, worthless)
 
     def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Makes blocks impossible to hit, because their content is not, or no longer, right. References stay."""
@@ -239,6 +287,16 @@ class BlockPool:
             raise IntegrityError(f"the null block {null} was allocated, freed or cached")
         self._check_cached_blocks()
 
+    def check_holds(self, num_holds: list[int]) -> None:
+        """Raises IntegrityError if blocks are held otherwise than by `num_holds`, a list by block id."""
+        pairs = zip(self.blocks, num_holds, strict=True)
+        wrong = [
+            f"{block} has {block.num_holds} holds, not {count}" for block, count in pairs if block.num_holds != count
+        ]
+        num_only_held = sum(block.ref_cnt == count > 0 for block, count in zip(self.blocks, num_holds, strict=True))
+        if wrong or num_only_held != self.num_only_held:
+            raise IntegrityError("; ".join([*wrong, f"{num_only_held} blocks are only held, not {self.num_only_held}"]))
+
     def _check_cached_blocks(self) -> None:
         num_cached = num_cached_free = 0
         get = self.cached_blocks.get
@@ -283,5 +341,6 @@ class BlockPool:
         is_last = self.cached_blocks.remove(block.block_hash, block)
         if is_last and self.changes is not None:
             self.changes.on_removed(int.from_bytes(block.block_hash[-4:], "little"), block.block_hash[:-4])
+        self.forgotten_at = block.forgotten_at = self.cached_blocks.num_changes
         block.block_hash = None
         block.content = None

@@ -8,6 +8,7 @@ it allocates, fences, waits, gives up, registers what is verified, pins what is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,9 +18,19 @@ from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.request import Request
 from quire.errors import QuireError
+from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
+from quire.wire.stats import KVTransferStats
 
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
@@ -40,12 +51,49 @@ class ExternalMatch(NamedTuple):
 
 
 NO_MATCH = ExternalMatch(0)
+NONE_STORED = 0, 0
+
+
+class BlockChoice(NamedTuple):
+    """Which of some computed blocks are to be saved."""
+
+    wanted: Sequence[int]
+    """Indices, in order."""
+    num_decided: int
+    """Leading blocks that were decided on; the rest cannot be saved now."""
+
+
+NOTHING_CHOSEN = BlockChoice((), 0)
+
+
+class RemoteSaves:
+    """Counts of records that are put to a block server, of all workers, since the last statistics."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.outcomes = Counter[str]()
+        self.has_changed = False
+        self._num_waiting: dict[int, int] = {}
+        """Numbers by rank."""
+
+    def add(self, rank: int, counts: dict[str, Any]) -> None:
+        """Takes in a worker's report."""
+        self.num_begun += counts["begun"]
+        self.outcomes.update(counts["outcomes"])
+        self._num_waiting[rank] = counts["waiting"]
+        self.has_changed = True
+
+    def move_to(self, stats: KVTransferStats) -> None:
+        """Adds the counts to statistics, and begins anew."""
+        stats.num_remote_saves_begun, self.num_begun = self.num_begun, 0
+        stats.num_remote_saves, self.outcomes = dict(self.outcomes), Counter()
+        stats.num_waiting_remote_saves, self.has_changed = sum(self._num_waiting.values()), False
 
 
 class KVConnectorScheduler(ABC):
     """The scheduler half. Runs on the core's loop: no file, no socket and no hashing of data here.
 
-    All methods but two do nothing unless they are overridden.
+    All methods but one do nothing unless they are overridden.
     """
 
     asks_again = True
@@ -60,8 +108,14 @@ class KVConnectorScheduler(ABC):
         self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.block_size = self.specs[0].block_size if self.specs else 1
 
+    next_step_at = NEVER
+    """The time (`time.monotonic`) at which a step is made even if there is nothing to compute."""
+
     audits: LoadAudits | None = None
     """Loads that are computed instead, to be compared; None: there are none."""
+
+    remote_saves: RemoteSaves | None = None
+    """Counts of what a block server is given; None: there is none."""
 
     stored: StoredBlocks | None = None
     """Blocks of the store, for KV cache events; None: they are not published."""
@@ -126,16 +180,16 @@ class KVConnectorScheduler(ABC):
         computed blocks are postponed, and offered later if they are still in the cache."""
         return 0.0
 
-    @abstractmethod
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        """Returns whether a computed block is to be saved: it is not stored yet, and there is room. Called once for
-        each full block, when the result of its step is in, or when it is not postponed any more."""
+    def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
+        """Returns which computed blocks are to be saved: those that are not stored yet, as far as there is room. Called
+        once for each full block, when the result of its step is in, and again if it could not be saved then."""
+        return NOTHING_CHOSEN
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         """Notes the end of a save: an index learns what can be found."""
         return
 
-    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
         """Returns the message to the worker half about an audit: where what is stored of `blocks` is."""
         return {}
 
@@ -178,20 +232,13 @@ class KVConnectorScheduler(ABC):
         """Returns whether it holds blocks that a report will give back, besides those of loads and saves."""
         return False
 
-    def next_step_at(self) -> float:
-        """Returns the time (`time.monotonic`) at which a step is made even if there is nothing to compute."""
-        return NEVER
-
-    def on_step(self, output: SchedulerOutput) -> None:
-        """Takes a step that is about to be sent, before `build_connector_meta`."""
-        return
-
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Takes in a report of the worker half, before `on_load_finished` and `on_save_finished`."""
         return
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half with the next step; None: nothing, and no step is made for it."""
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+        """Returns what is sent to the worker half with a step that is about to be sent; None: nothing, and no step is
+        made for it."""
         return None
 
     def set_weights(self, path: str) -> None:
@@ -200,8 +247,9 @@ class KVConnectorScheduler(ABC):
         return
 
     def count_stored(self) -> tuple[int, int]:
-        """Returns the number of blocks that can be found, and the bytes of the whole store."""
-        return 0, 0
+        """Returns the number of blocks that can be found, and the bytes of the whole store: the same object until they
+        change. Called for each step."""
+        return NONE_STORED
 
     def reset_cache(self) -> bool:
         """Drops what is stored. Returns False if that failed."""
@@ -210,6 +258,14 @@ class KVConnectorScheduler(ABC):
     def shutdown(self) -> None:
         """Releases its resources. May be called twice."""
         return
+
+
+def is_kept_off(request: Request, *, skips_salted: bool) -> bool:
+    """Returns whether the blocks of a request must not be stored: it says so, or has a salt and those are skipped."""
+    params = request.sampling_params
+    extra_args = None if params is None else params.extra_args
+    says_so = extra_args is not None and extra_args.get("kv_store") is False
+    return says_so or (skips_salted and request.cache_salt is not None)
 
 
 def find_longest_match(

@@ -44,7 +44,7 @@ from quire.kv_store.objects import decode_object, encode_object
 from quire.logger import init_logger
 from quire.wire.execution import BlockIds, NewRequestData, SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, cut_load
+from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult, cut_load
 from quire.wire.topology import Topology
 
 logger = init_logger(__name__)
@@ -174,8 +174,6 @@ class ForeignScheduler(KVConnectorScheduler):
         self._errors: dict[str, QuireError] = {}
         self._sending: set[str] = set()
         """Ended requests whose blocks are held until they were sent."""
-        self._next_at = NEVER
-        self._step = SchedulerOutput()
 
     def _count_needed(self) -> int:
         """Returns how many workers must name a request. Raises ConfigError for a number that there are not."""
@@ -220,9 +218,6 @@ class ForeignScheduler(KVConnectorScheduler):
 
     def wants_saves(self, request: Request) -> bool:
         return False  # its worker half saves what its metadata names
-
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        return False
 
     @property
     def holds_blocks(self) -> bool:
@@ -276,28 +271,24 @@ class ForeignScheduler(KVConnectorScheduler):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def on_step(self, output: SchedulerOutput) -> None:
-        self._step = output
-
-    def build_connector_meta(self) -> dict[str, Any] | None:
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         begun = [load for load in self._loads.values() if load.order.load_id and not load.is_begun]
         for load in begun:
             load.is_begun = True
             if load.is_async:
                 self._reports.expect(load)
             self._tell_blocks(load.request, load.block_ids, load.num_tokens)
-        step = self._step
-        meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(step, begun))
+        meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(output, begun))
         is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
         is_waiting = is_waiting or ask(self.foreign, False, self.foreign.has_pending_push_work)
-        self._next_at = time.monotonic() + POLL_S if is_waiting else NEVER
+        self.next_step_at = time.monotonic() + POLL_S if is_waiting else NEVER
         self._num_steps += 1
         return {
             "step": self._num_steps,
             "meta": ask(self.foreign, None, encode_object, meta) if self._crosses else meta,
             "sync": [load.order.load_id for load in begun if not load.is_async],
-            "finished": step.finished_req_ids,
-            "num_tokens": step.total_num_scheduled_tokens,
+            "finished": output.finished_req_ids,
+            "num_tokens": output.total_num_scheduled_tokens,
         }
 
     def _describe(self, output: SchedulerOutput, begun: list[_Load]) -> Step:
@@ -324,9 +315,6 @@ class ForeignScheduler(KVConnectorScheduler):
             output.finished_req_ids,
             output.preempted_req_ids,
         )
-
-    def next_step_at(self) -> float:
-        return self._next_at
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         infos = output.infos or ([] if output.info is None else [(output.rank, output.info)])

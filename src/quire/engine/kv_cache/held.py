@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.hashing import block_extra_keys
 from quire.engine.request import Request
-from quire.wire.kv_transfer import BlockKey, SavedBlock, SaveOrder, SaveResult
+from quire.wire.kv_transfer import BlockKey, SavedBlocks, SaveOrder, SaveResult
 
 if TYPE_CHECKING:
     from quire.engine.kv_cache.manager import KVCacheManager
@@ -30,18 +29,25 @@ class HeldBlocks:
         self._pool = pool
         self._held: dict[Hashable, tuple[HeldState, list[KVCacheBlock]]] = {}
         self.has_changed = True
-        """True if `count` may have another answer than when this was set to False."""
+        """True if `count` may have another answer than when this was set to False, or something else was counted of
+        transfers since."""
 
     def hold(self, holder: Hashable, state: HeldState, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes over one reference to each of `blocks`, in order of position. Null blocks are left out."""
+        held = [block for block in blocks if not block.is_null]
+        self._pool.hold_blocks(held)
+        self._add(holder, state, held)
+
+    def _add(self, holder: Hashable, state: HeldState, blocks: list[KVCacheBlock]) -> None:
         assert holder not in self._held, f"{holder} holds blocks already"
         self.has_changed = True
-        self._held[holder] = state, [block for block in blocks if not block.is_null]
+        self._held[holder] = state, blocks
 
-    def pin(self, holder: Hashable, blocks: Sequence[KVCacheBlock]) -> None:
-        """Adds a reference to each of `blocks`, which can be hit, and holds it as pinned."""
-        self._pool.touch(blocks)
-        self.hold(holder, "pinned", blocks)
+    def pin(self, holder: Hashable, blocks: list[KVCacheBlock]) -> None:
+        """Adds a reference to each of `blocks`, which can be hit, and holds it as pinned. The list must not be changed
+        any more."""
+        self._pool.pin_blocks(blocks)
+        self._add(holder, "pinned", blocks)
 
     def lease(self, holder: Hashable, tables: Sequence[Sequence[KVCacheBlock]]) -> None:
         """Adds a reference to each block of a cached prefix, per group, and holds it as leased."""
@@ -66,7 +72,7 @@ class HeldBlocks:
             unwanted = set(only)
             gone = [block for block in blocks if block in unwanted]
             self._held[holder] = state, [block for block in blocks if block not in unwanted]
-        self._pool.free_blocks(reversed(gone))
+        self._pool.release_blocks(reversed(gone))
         return bool(gone)
 
     def count(self) -> dict[HeldState, int]:
@@ -82,10 +88,7 @@ class HeldBlocks:
 
     def count_alone(self) -> int:
         """Returns the number of blocks that are held and in no table."""
-        if not self._held:
-            return 0
-        counts = Counter(chain.from_iterable(blocks for _, blocks in self._held.values()))
-        return sum(block.ref_cnt == number for block, number in counts.items())
+        return self._pool.num_only_held
 
     def references(self) -> Iterator[KVCacheBlock]:
         """Yields a block for each reference."""
@@ -112,20 +115,20 @@ class BlockLeases:
         self.num_ended: Counter[str] = Counter()
         """Leases by end, since the last statistics."""
 
-    def grant(self, request: Request, name: str, is_being_filled: Callable[[int], bool]) -> int:
+    def grant(self, request: Request, name: str, filled: Collection[int]) -> int:
         """Holds the computed blocks of an ended request's prompt, but for its last token. Returns how many tokens they
         hold: whole blocks, and all that a token after them reads.
 
-        What is found may be another request's block of the same content: with one that a step in flight still fills,
-        nothing is held.
+        What is found may be another request's block of the same content: with one that a step in flight still fills
+        (`filled`), nothing is held.
         """
         size = self._manager.block_size
-        order, hashes = SaveOrder(0, [], name), request.block_hashes
+        order, hashes = SaveOrder(0, SavedBlocks(extra_keys=[]), name), request.block_hashes
         num_blocks = min((request.num_prompt_tokens - 1) // size, len(hashes))
         tables = self._manager.find_cached(request, num_blocks) if num_blocks > 0 else []
         if not tables or len(tables[0]) < num_blocks:
             return 0
-        if any(is_being_filled(block.block_id) for table in tables for block in table if not block.is_null):
+        if any(block.block_id in filled for table in tables for block in table if not block.is_null):
             return 0
         self._manager.held.lease(id(order), tables)
         for index in range(num_blocks):
@@ -133,11 +136,9 @@ class BlockLeases:
             key = BlockKey(
                 hashes[index], hashes[index - 1] if index else None, tokens, block_extra_keys(request, index, size)
             )
-            order.blocks += [
-                SavedBlock(group_id, table[index].block_id, key)
-                for group_id, table in enumerate(tables)
-                if not table[index].is_null
-            ]
+            for group_id, table in enumerate(tables):
+                if not table[index].is_null:
+                    order.blocks.add(group_id, table[index].block_id, key)
         self.unsent.append(order)
         return num_blocks * size
 

@@ -17,6 +17,9 @@ from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
 
 CANCEL_S = 0.05
 """Seconds that a cancelled load may take to end, before its request is computed without it."""
+QUICK_S, JOINT_S = 0.1, 0.5
+"""Predicted seconds of one load, and of all that are left, up to which a request that has loaded waits for those of
+others: less than the steps that they save."""
 
 
 @dataclass(eq=False)
@@ -78,6 +81,7 @@ class BlockLoader:
         """The active load of each block."""
         self.next_deadline = NEVER
         """Time at which `check_deadlines` has something to do."""
+        self.starts = JointStart(self)
 
     # -- the beginning -----------------------------------------------------------------------------------------
 
@@ -242,6 +246,17 @@ class BlockLoader:
 
     # -- time --------------------------------------------------------------------------------------------------
 
+    def predict_rest(self) -> float | None:
+        """Returns the seconds until all active loads have ended; None: one is not a quick one."""
+        rest: dict[str, float] = {}
+        for load in self.active.values():
+            source, num_left = load.order.source, load.num_tokens - load.num_verified * self._manager.block_size
+            seconds = self.cost.predict_load(source, num_left)
+            if seconds is None or seconds > QUICK_S:
+                return None
+            rest[source] = rest.get(source, 0.0) + seconds
+        return max(rest.values(), default=0.0)
+
     def check_deadlines(self, now: float) -> list[Load]:
         """Cancels loads that are late or have stalled, and gives up those that do not end then. Returns the latter."""
         given_up: list[Load] = []
@@ -277,3 +292,63 @@ class BlockLoader:
     def _set_alarm(self) -> None:
         times = [min(load.deadline, load.progress_at + self.cost.stall_s) for load in self.sent.values()]
         self.next_deadline = min(times, default=NEVER)
+
+
+class JointStart:
+    """Lets requests whose loads follow one another start in one step, where nothing runs.
+
+    A step takes the processors that the next loads need, and requests whose loads end meanwhile wait for its end. So a
+    request that has loaded waits for the loads that were under way when the first of them ended: until they have, until
+    the time that was predicted for them then, or until another request starts. Loads that begin later are not waited
+    for, so the wait has a bound from its beginning.
+    """
+
+    def __init__(self, loader: BlockLoader) -> None:
+        self._loader = loader
+        self._running: set[Request] = set()
+        self._held: set[Request] = set()
+        self._awaited: set[Load] = set()
+        """Loads that those which are held wait for."""
+        self.deadline = NEVER
+        """Time at which they wait no longer."""
+
+    def is_held(self, request: Request) -> bool:
+        """Returns whether a request is to wait for loads of others."""
+        return request in self._held
+
+    def note_end(self, load: Load, now: float, *, may_hold: bool) -> None:
+        """Notes the end of a load. Its request waits for those of others if `may_hold`, and if that pays."""
+        self._awaited.discard(load)
+        if may_hold and not self._running and (self._held or self._begin(now)):
+            self._held.add(load.request)
+        if not self._awaited:
+            self.release()
+
+    def _begin(self, now: float) -> bool:
+        """Decides for the first request of several."""
+        active, rest = self._loader.active, self._loader.predict_rest()
+        if not active or rest is None or rest > JOINT_S:
+            return False
+        self._awaited, self.deadline = set(active.values()), now + rest
+        return True
+
+    def check_deadline(self, now: float) -> None:
+        """Lets all start that are held if their time is over."""
+        if now >= self.deadline:
+            self.release()
+
+    def release(self) -> None:
+        """Lets all start that are held."""
+        self._held.clear()
+        self._awaited.clear()
+        self.deadline = NEVER
+
+    def note_started(self, request: Request) -> None:
+        """Notes that a request runs: from now on there are steps beside loads."""
+        self._running.add(request)
+        self.release()
+
+    def note_left(self, request: Request) -> None:
+        """Notes that a request was preempted or has ended."""
+        self._running.discard(request)
+        self._held.discard(request)

@@ -18,6 +18,7 @@ from quire.engine.kv_cache.group_manager import GroupManager, PrefixLookUp, make
 from quire.engine.kv_cache.held import HeldBlocks
 from quire.engine.kv_cache.sizing import blocks_needed
 from quire.engine.request import Request
+from quire.wire.block_hash import BlockHash
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
@@ -45,8 +46,13 @@ class FullBlocks(NamedTuple):
     request: Request
     start: int
     """Index of the first."""
-    tables: tuple[list[KVCacheBlock], ...]
+    hashes: list[BlockHash | None]
+    """Hash of the block before the first, or None, and those of the blocks."""
+    tables: list[list[KVCacheBlock]]
     """The blocks, per group; null where a window has passed."""
+    noted_at: int
+    """Number of changes of the cache then: a block that was forgotten later has not this content any more, or has it
+    from a later step."""
 
 
 class LoadingBlocks(NamedTuple):
@@ -96,6 +102,8 @@ class KVCacheManager:
         ]
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple([] for _ in specs))
         self._windowed_groups = [group for group in self.groups if group.drops_blocks]
+        self.drops_blocks = bool(self._windowed_groups)
+        """True: tables may have null blocks."""
         self._look_up = PrefixLookUp(self.groups, self.block_pool, self.block_size)
         self._requests: dict[str, RequestBlocks] = {}
         self.held = HeldBlocks(self.block_pool)
@@ -323,8 +331,11 @@ class KVCacheManager:
                     raise IntegrityError(f"request {request_id} lost a block of full attention: {table}")
                 if any(block.block_hash is not None for block in table[held.num_cached_blocks :]):
                     raise IntegrityError(f"request {request_id} shares blocks that are not full: {table}")
+        holds = [0] * len(references)
         for block in self.held.references():
             references[block.block_id] += 1
+            holds[block.block_id] += 1
+        self.block_pool.check_holds(holds)
         references[null.block_id] = 1
         self.block_pool.check_integrity(references)
 
@@ -393,9 +404,15 @@ class KVCacheManager:
                 request, held.tables, range(held.num_cached_blocks, num_full), self.block_size, held.last_content
             )
             if self.full_blocks is not None:
-                start = held.num_cached_blocks
+                start, hashes = held.num_cached_blocks, request.block_hashes
                 self.full_blocks.append(
-                    FullBlocks(request, start, tuple(table[start:num_full] for table in held.tables))
+                    FullBlocks(
+                        request,
+                        start,
+                        [*hashes[start - 1 : num_full]] if start else [None, *hashes[:num_full]],
+                        [table[start:num_full] for table in held.tables],
+                        self.block_pool.cached_blocks.num_changes,
+                    )
                 )
             held.num_cached_blocks = num_full
 

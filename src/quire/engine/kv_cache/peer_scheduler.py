@@ -2,13 +2,15 @@
 
 A proxy passes on what the other engine has answered (`kv_transfer_params.py`): it names a lease, and how many tokens it
 holds. Blocks are asked for by their hashes, so a wrong answer is a miss. Block servers (tiers) are asked when a request
-is added which of its blocks they have.
+is added which of its blocks they have. The first of them may take blocks, too (`remote_saves.py`): then they are saved
+there.
 
 Each of several workers serves its part of a block at an address of its own, and takes it from the one of its rank.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,17 +20,28 @@ from operator import and_
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.connector import (
+    NO_MATCH,
+    BlockChoice,
+    ExternalMatch,
+    KVConnectorScheduler,
+    RemoteSaves,
+    find_longest_match,
+    is_kept_off,
+)
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, ValidationError
 from quire.kv_store.directory import StoreDirectory, has_key
 from quire.kv_store.peer.client import PeerList
 from quire.kv_store.rests import Rests
+from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
+from quire.wire.block_hash import BlockHash
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_peers import MAX_KEYS
-from quire.wire.kv_transfer import REJECTIONS, BlockKey, KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import REJECTIONS, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
 
 logger = init_logger(__name__)
 
@@ -88,6 +101,11 @@ class PeerScheduler(KVConnectorScheduler):
         """Requests that were not admitted yet, about which the tiers were asked."""
         self._message: dict[str, Any] = {}
         """To be sent to the worker half."""
+        self._limits = WriteLimits(MAX_WRITE_BYTES_PER_S)
+        self._server_states: dict[int, str] = {}
+        """State (`ServerState`) of the block server that is written to, by rank."""
+        if self._extra["tiers"] and self._extra["saves"]:
+            self.remote_saves = RemoteSaves()
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -213,11 +231,27 @@ class PeerScheduler(KVConnectorScheduler):
             seconds = self._rests.note_fault(address, time.monotonic())
             logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, result.reason)
 
-    def wants_saves(self, request: Request) -> bool:
-        return False
+    # -- saves -------------------------------------------------------------------------------------------------
 
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        return False
+    def wants_saves(self, request: Request) -> bool:
+        states = self._server_states
+        is_writable = len(states) == self._num_workers and "closed" not in states.values()
+        return is_writable and not is_kept_off(request, skips_salted=self._extra["skip_salted"])
+
+    def seconds_to_save(self) -> float:
+        if not self._is_known or list(self._server_states.values()) != ["open"] * self._num_workers:
+            return math.inf  # the worker half reports it
+        return self._limits.seconds_left()
+
+    def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
+        num_bytes = sum(one["payload_bytes"][group_id] for one in self._identities.values())
+        # the worker half asks the server what it has
+        return BlockChoice(*self._limits.take(group_id, digests, num_bytes, None))
+
+    def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
+        self._limits.forget_unsaved(order.blocks, result.num_saved)
+        if result.reason in ("full", "rate", "error"):
+            self._limits.rest()
 
     # -- leases ------------------------------------------------------------------------------------------------
 
@@ -258,6 +292,10 @@ class PeerScheduler(KVConnectorScheduler):
         info = output.info or {}
         if "fingerprint" in info and info.get("generation") == self._generation:
             self._identities[output.rank] = info
+        if "store_state" in info:
+            self._server_states[output.rank] = info["store_state"]
+        if "puts" in info and self.remote_saves is not None:
+            self.remote_saves.add(output.rank, info["puts"])
         for request_id, found in info.get("have", {}).items():
             if request_id in self._asked:
                 self._asked[request_id].answers[output.rank] = found
@@ -266,13 +304,14 @@ class PeerScheduler(KVConnectorScheduler):
         message, self._message = self._message, {}
         return message or None
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         return self.take_message()
 
     def set_weights(self, path: str) -> None:
         self._generation += 1
         self._identities.clear()
         self._asked.clear()
+        self._limits.forget_all()
 
 
 def _params_of(request: Request) -> TransferParams | None:

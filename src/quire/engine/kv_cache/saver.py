@@ -5,27 +5,105 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import islice, takewhile
+from typing import NamedTuple
 
-from quire.engine.kv_cache.audits import NONE
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
-from quire.wire.kv_transfer import BlockKey, SavedBlock, SaveOrder, SaveResult
+from quire.wire.block_hash import BlockHash
+from quire.wire.kv_transfer import SavedBlocks, SaveOrder, SaveResult
 
+MIN_RETRY_S = 0.001
+"""Least time after which a store is asked again that has taken a part of what was offered."""
 MAX_POSTPONED = 1 << 16
 """Most blocks that wait to be offered to the store again."""
+
+
+class _Candidates:
+    """Computed blocks of one group that are to be offered to the store, in order: a list per field."""
+
+    __slots__ = ("adapters", "blocks", "digests", "parents")
+
+    def __init__(self) -> None:
+        self.blocks: list[KVCacheBlock] = []
+        self.digests: list[BlockHash] = []
+        """Hashes by which a store knows them."""
+        self.parents: list[BlockHash | None] = []
+        self.adapters: list[str] = []
+        """Digests of their adapters."""
+
+    def add(
+        self, table: list[KVCacheBlock], hashes: list[BlockHash | None], adapter: str, places: Sequence[int]
+    ) -> None:
+        """Adds the blocks at `places` of `table`, whose hashes begin with the one before them."""
+        if len(places) == len(table):
+            self.blocks += table
+            self.digests += hashes[1:]  # type: ignore[arg-type]  # only the first may be None
+            self.parents += hashes[:-1]
+            self.adapters += [adapter] * len(table)
+            return
+        for place in places:
+            digest = hashes[place + 1]
+            assert digest is not None
+            self.add_one(table[place], digest, hashes[place], adapter)
+
+    def add_one(self, block: KVCacheBlock, digest: BlockHash, parent: BlockHash | None, adapter: str) -> None:
+        """Adds a block."""
+        self.blocks.append(block)
+        self.digests.append(digest)
+        self.parents.append(parent)
+        self.adapters.append(adapter)
+
+    def take(self, indices: Sequence[int]) -> _Candidates:
+        """Returns those at `indices`, which are in order."""
+        if len(indices) == len(self.blocks):
+            return self
+        taken = _Candidates()
+        taken.blocks = [self.blocks[i] for i in indices]
+        taken.digests = [self.digests[i] for i in indices]
+        taken.parents = [self.parents[i] for i in indices]
+        taken.adapters = [self.adapters[i] for i in indices]
+        return taken
+
+
+class _Draft:
+    """An order that is being made."""
+
+    def __init__(self) -> None:
+        self.blocks: list[KVCacheBlock] = []
+        self.columns = SavedBlocks()
+
+    def add(self, group_id: int, more: _Candidates) -> None:
+        """Adds blocks of a group, none of which has lost its content."""
+        contents = [block.content for block in more.blocks]
+        keys = [content.extra_keys for content in contents if content is not None]
+        columns = self.columns
+        if columns.extra_keys is not None or any(keys):
+            if columns.extra_keys is None:
+                columns.extra_keys = [None] * len(columns)
+            columns.extra_keys += [
+                key and stored_extra_keys(key, adapter) for key, adapter in zip(keys, more.adapters, strict=True)
+            ]
+        columns.group_ids += [group_id] * len(contents)
+        columns.block_ids += [block.block_id for block in more.blocks]
+        columns.digests += more.digests
+        columns.parents += more.parents
+        columns.token_ids += [content.token_ids for content in contents if content is not None]
+        self.blocks += more.blocks
 
 
 class _Postponed(NamedTuple):
     """A computed block that could not be saved when it was."""
 
     group_id: int
-    block_hash: bytes
-    """Its hash in the cache."""
-    key: BlockKey
+    digest: BlockHash
+    parent: BlockHash | None
+    adapter: str
+    noted_at: int
+    """Number of changes of the cache then."""
     computed_at: float
 
 
@@ -44,7 +122,8 @@ class SaveCounts:
 
 
 class BlockSaver:
-    """Owns the saves of one engine. Blocks are noted when their step is scheduled, and saved when its result is in.
+    """Owns the saves of one engine. Blocks are noted when their step is scheduled, and saved when its result is in: all
+    of a step at once, list by list, because a call for each block costs more than the rest of its save here.
 
     A block may be freed, and even given to others, before the result of its step is known: only one that still has the
     content that this step has computed is saved.
@@ -57,10 +136,8 @@ class BlockSaver:
         self._connector, self._manager = connector, manager
         self._max_pinned_blocks = max_pinned_blocks
         manager.full_blocks = []
-        self._steps: deque[tuple[int, list[FullBlocks]]] = deque()
+        self.steps: deque[tuple[int, list[FullBlocks]]] = deque()
         """Steps without a result that fill blocks: number and blocks."""
-        self._filled_by: dict[int, int] = {}
-        """The last step that fills a block, by block id; of steps without a result."""
         self.unsent: list[SaveOrder] = []
         """Orders for the next step. They have no id yet."""
         self.sent: dict[int, SaveOrder] = {}
@@ -71,13 +148,14 @@ class BlockSaver:
         self._deadlines: dict[int, float] = {}
         """Times at which cancelled saves are given up, by id."""
         self._num_pinned = 0
-        self._postponed: dict[int, _Postponed] = {}
-        """Blocks to be offered again, by block id, the oldest first. Each is a full one whose step's result is in; one
-        that is filled again leaves when that step is scheduled, which offers it itself."""
+        self.postponed: dict[int, _Postponed] = {}
+        """Blocks to be offered again, by block id, the oldest first. The result of their step is in."""
         self._retry_at = NEVER
         """Time at which the store can take postponed blocks."""
-        self._in_progress: set[tuple[int, bytes]] = set()
-        """Group and digest of the blocks in orders."""
+        self.next_deadline = NEVER
+        """Time at which `give_up` or `offer_postponed` has something to do."""
+        self._in_progress: list[set[BlockHash]] = [set() for _ in manager.groups]
+        """Digests of the blocks in orders, per group."""
         self.counts = SaveCounts()
         """Counts since the last statistics; they are replaced by new ones then."""
         self._computed_at: dict[int, float] = {}
@@ -88,134 +166,184 @@ class BlockSaver:
         full = self._manager.full_blocks
         if full:
             self._manager.full_blocks = []
-            self._steps.append((step, full))
-            for part in full:
-                for table in part.tables:
-                    for block in table:
-                        self._filled_by[block.block_id] = step
-                        if self._postponed.pop(block.block_id, None) is not None:
-                            self.counts.num_dropped["evicted"] += 1
+            self.steps.append((step, full))
 
     def note_computed(self, step: int, now: float) -> None:
         """Orders saves of the blocks that a step has filled: its result is in."""
-        while self._steps and self._steps[0][0] <= step:
-            number, full = self._steps.popleft()
-            blocks: list[SavedBlock] = []
-            audited: list[SavedBlock] = []
-            for part in full:
-                self._add(part, number, blocks, audited, now)
-            self._order(blocks, now)
-            if audited:
-                self._order(audited, now, self._connector.plan_audit(audited))
+        while self.steps and self.steps[0][0] <= step:
+            self._save(self.steps.popleft()[1], now)
 
-    def is_being_filled(self, block_id: int) -> bool:
-        """Returns whether a step without a result fills a block: others may hit it, but it cannot be read yet."""
-        return block_id in self._filled_by
+    def find_filled(self) -> set[int]:
+        """Returns the ids of the blocks that steps without a result fill: others may hit them, but they cannot be read
+        yet."""
+        parts = [part for _, full in self.steps for part in full]
+        return {block.block_id for part in parts for table in part.tables for block in table if not block.is_null}
 
     def forget_steps(self) -> None:
         """Forgets the blocks of steps that were given up."""
-        self._steps.clear()
-        self._filled_by.clear()
+        self.steps.clear()
         self._manager.full_blocks = []
 
-    def _add(
-        self, part: FullBlocks, step: int, blocks: list[SavedBlock], audited: list[SavedBlock], now: float
+    def _save(self, full: list[FullBlocks], now: float) -> None:
+        """Orders the save of computed blocks, and postpones those that cannot be saved now."""
+        connector, audits = self._connector, self._connector.audits
+        candidates = [_Candidates() for _ in self._in_progress]
+        audited = [_Candidates() for _ in self._in_progress]
+        for part in full:
+            request = part.request
+            positions = None if audits is None else audits.positions_of(request)
+            if positions:
+                self._collect(part, audited, positions)
+            if connector.may_transfer(request) and connector.wants_saves(request):
+                self._collect(part, candidates, positions, is_among=False)
+        draft = _Draft()
+        for group_id, of_group in enumerate(candidates):
+            if of_group.blocks:
+                num_decided, num_taken = self._offer(group_id, of_group, draft)
+                self.counts.num_begun += num_taken
+                if num_decided < len(of_group.blocks):
+                    self._postpone(group_id, of_group, num_decided, now)
+        self._order(draft, now)
+        if audits is not None:
+            self._audit(audited, now)
+
+    def _collect(
+        self, part: FullBlocks, candidates: list[_Candidates], positions: range | None, *, is_among: bool = True
     ) -> None:
-        request = part.request
-        connector, filled_by = self._connector, self._filled_by
-        to_audit = NONE if connector.audits is None else connector.audits.positions_of(request)
-        is_wanted = connector.may_transfer(request) and connector.wants_saves(request)
-        hashes, stored = request.block_hashes, stored_hashes(request, self._manager.block_size)
-        adapter = request.report.adapter_digest
-        for group_id, table in enumerate(part.tables):
-            for index, block in enumerate(table, start=part.start):
-                if filled_by.get(block.block_id) != step:
-                    continue  # it was given to another request, and filled again by a later step
-                del filled_by[block.block_id]
-                content, block_hash = block.content, hashes[index] if index < len(hashes) else None
-                if content is None or block_hash is None or not _has_content(block, block_hash):
-                    continue
-                is_audited = index in to_audit
-                if not is_wanted and not is_audited:
-                    continue
-                keys = content.extra_keys and stored_extra_keys(content.extra_keys, adapter)
-                key = BlockKey(stored[index], stored[index - 1] if index else None, content.token_ids, keys)
-                if is_audited and self._has_pin([*blocks, *audited]):
-                    audited.append(SavedBlock(group_id, block.block_id, key))
-                elif is_audited:
-                    self.counts.num_audited["skipped"] += 1
-                elif not self._has_pin([*blocks, *audited]) or connector.seconds_to_save() > 0:
-                    self._postpone(block, _Postponed(group_id, block_hash, key, now))
-                elif self._offer(SavedBlock(group_id, block.block_id, key), blocks):
-                    self.counts.num_begun += 1
+        """Adds the blocks of a part that still have the content which their step has computed: those at `positions`,
+        or at all others."""
+        request, start, hashes, tables, noted_at = part
+        adapter = ""
+        if request.lora_request is not None:
+            adapter, stop = request.report.adapter_digest, start + len(hashes) - 1
+            stored = stored_hashes(request, self._manager.block_size)
+            if request.block_hashes[start:stop] != hashes[1:] or len(stored) < stop:
+                return  # its adapter was loaded again since, and is another
+            hashes = [stored[start - 1] if start else None, *stored[start:stop]]
+        pool, may_lack = self._manager.block_pool, self._manager.drops_blocks
+        for table, of_group in zip(tables, candidates, strict=True):
+            places: Sequence[int] = range(len(table))
+            if may_lack or pool.forgotten_at > noted_at:
+                places = [i for i in places if table[i].forgotten_at <= noted_at]
+            if positions:
+                places = [i for i in places if (start + i in positions) is is_among]
+            of_group.add(table, hashes, adapter, places)
 
-    def _has_pin(self, blocks: Sequence[SavedBlock]) -> bool:
-        """Returns whether another block may be pinned beside `blocks` of a new order."""
-        return self._num_pinned + len(blocks) < self._max_pinned_blocks
+    def _offer(self, group_id: int, candidates: _Candidates, draft: _Draft) -> tuple[int, int]:
+        """Adds blocks to a new order if the store wants them, as far as there are pins. Returns the number of leading
+        ones that were decided on, and of those that were added."""
+        room = self._max_pinned_blocks - self._num_pinned - len(draft.blocks)
+        if room <= 0 or self._connector.seconds_to_save() > 0:
+            return 0, 0
+        digests, in_progress = candidates.digests[:room], self._in_progress[group_id]
+        if in_progress.isdisjoint(digests):
+            wanted, num_decided = self._connector.choose_blocks(group_id, digests)
+        else:
+            fresh = [i for i, digest in enumerate(digests) if digest not in in_progress]
+            wanted, num_decided = self._connector.choose_blocks(group_id, [digests[i] for i in fresh])
+            wanted = [fresh[i] for i in wanted]
+            num_decided = fresh[num_decided] if num_decided < len(fresh) else len(digests)
+        taken, num_before = candidates.take(wanted), len(in_progress)
+        in_progress.update(taken.digests)
+        if len(in_progress) - num_before < len(taken.digests):  # two requests have computed the same side by side
+            firsts = {digest: i for i, digest in reversed(list(enumerate(taken.digests)))}
+            taken = taken.take(sorted(firsts.values()))
+        if taken.blocks:
+            draft.add(group_id, taken)
+        return num_decided, len(taken.blocks)
 
-    def _offer(self, block: SavedBlock, blocks: list[SavedBlock]) -> bool:
-        """Adds a block to those of a new order if the store wants it. Returns whether it does."""
-        name = block.group_id, block.key.digest
-        if name in self._in_progress or not self._connector.wants_block(block.group_id, block.key):
-            return False
-        self._in_progress.add(name)
-        blocks.append(block)
-        return True
+    def _audit(self, audited: list[_Candidates], now: float) -> None:
+        """Orders the audit of computed blocks, as far as there are pins."""
+        draft = _Draft()
+        for group_id, of_group in enumerate(audited):
+            room = max(0, self._max_pinned_blocks - self._num_pinned - len(draft.blocks))
+            if len(of_group.blocks) > room:
+                self.counts.num_audited["skipped"] += len(of_group.blocks) - room
+                self._manager.held.has_changed = True
+            draft.add(group_id, of_group.take(range(min(room, len(of_group.blocks)))))
+        self._order(draft, now, is_audit=True)
 
-    def _order(self, blocks: list[SavedBlock], computed_at: float, audit: dict[str, Any] | None = None) -> None:
-        """Pins blocks, and orders their save, or their `audit`."""
-        if blocks:
-            order, all_blocks = SaveOrder(0, blocks, audit=audit), self._manager.block_pool.blocks
-            self._manager.held.pin(id(order), [all_blocks[block.block_id] for block in blocks])
-            self._num_pinned += len(blocks)
+    def _order(self, draft: _Draft, computed_at: float, *, is_audit: bool = False) -> None:
+        """Pins blocks, and orders their save or their audit."""
+        if draft.blocks:
+            audit = self._connector.plan_audit(draft.columns) if is_audit else None
+            order = SaveOrder(0, draft.columns, audit=audit)
+            self._manager.held.pin(id(order), draft.blocks)
+            self._num_pinned += len(draft.blocks)
             self._computed_at[id(order)] = computed_at
             self.unsent.append(order)
 
     # -- postponed blocks --------------------------------------------------------------------------------------
 
-    def _postpone(self, block: KVCacheBlock, postponed: _Postponed) -> None:
-        if len(self._postponed) >= MAX_POSTPONED:
-            del self._postponed[next(iter(self._postponed))]
-            self.counts.num_dropped["evicted"] += 1
-        self._postponed[block.block_id] = postponed
-        self.counts.num_begun += 1
+    def _postpone(self, group_id: int, candidates: _Candidates, start: int, now: float) -> None:
+        """Postpones the candidates from `start` on."""
+        noted_at, num_begun = self._manager.block_pool.cached_blocks.num_changes, len(candidates.blocks) - start
+        rest = candidates.take(range(start, len(candidates.blocks)))
+        for block, digest, parent, adapter in zip(rest.blocks, rest.digests, rest.parents, rest.adapters, strict=True):
+            former = self.postponed.pop(block.block_id, None)  # what it had before
+            if former is None and len(self.postponed) >= MAX_POSTPONED:
+                former = self.postponed.pop(next(iter(self.postponed)))
+            self._drop("evicted", former is not None)
+            self.postponed[block.block_id] = _Postponed(group_id, digest, parent, adapter, noted_at, now)
+        self.counts.num_begun += num_begun
+        self._manager.held.has_changed = True
 
     def offer_postponed(self, now: float) -> None:
-        """Orders saves of postponed blocks, as far as there are pins. All blocks that steps in flight fill must have
-        been noted: what such a step fills again is not computed yet."""
-        self._retry_at = NEVER
-        blocks: list[SavedBlock] = []
-        if not self._postponed or not self._has_pin(blocks):
-            return  # the end of a save is news
-        computed_at = now
-        while self._postponed and self._has_pin(blocks):
+        """Orders saves of postponed blocks, as far as there are pins."""
+        self._retry_at, draft, computed_at = NEVER, _Draft(), now
+        while self.postponed and (room := self._max_pinned_blocks - self._num_pinned - len(draft.blocks)) > 0:
             seconds = self._connector.seconds_to_save()
             if seconds > 0:
                 self._retry_at = now + seconds
-                break
-            block_id = next(iter(self._postponed))
-            group_id, block_hash, key, block_computed_at = self._postponed.pop(block_id)
-            if not _has_content(self._manager.block_pool.blocks[block_id], block_hash):
-                self.counts.num_dropped["evicted"] += 1
+                break  # without pins, the end of a save is news
+            group_id, found = self._take_postponed(room)
+            if not found:
                 continue
-            if self._offer(SavedBlock(group_id, block_id, key), blocks):
-                computed_at = min(computed_at, block_computed_at)
-            else:
-                self.counts.num_dropped["present"] += 1
-        self._order(blocks, computed_at)
+            candidates = _Candidates()
+            for block_id, one in found:
+                candidates.add_one(self._manager.block_pool.blocks[block_id], one.digest, one.parent, one.adapter)
+            num_decided, num_taken = self._offer(group_id, candidates, draft)
+            self._drop("present", num_decided - num_taken)
+            computed_at = min([computed_at, *[one.computed_at for _, one in found[:num_decided]]])
+            if num_decided < len(found):  # the store has taken all that it can
+                self.postponed = dict(found[num_decided:]) | self.postponed
+                self._retry_at = now + max(MIN_RETRY_S, self._connector.seconds_to_save())
+                break
+        self._order(draft, computed_at)
+        self._set_deadline()
+
+    def _take_postponed(self, most: int) -> tuple[int, list[tuple[int, _Postponed]]]:
+        """Removes the first postponed blocks, of one group and at most so many. Returns those that were not evicted
+        since, and their group."""
+        items = self.postponed.items()
+        group_id = next(iter(items))[1].group_id
+        taken = list(takewhile(lambda item: item[1].group_id == group_id, islice(items, most)))
+        for block_id, _ in taken:
+            del self.postponed[block_id]
+        blocks = self._manager.block_pool.blocks
+        found = [(block_id, one) for block_id, one in taken if blocks[block_id].forgotten_at <= one.noted_at]
+        self._drop("evicted", len(taken) - len(found))
+        return group_id, found
 
     def forget_postponed(self) -> None:
         """Forgets postponed blocks: nothing can be hit any more."""
-        self.counts.num_dropped["evicted"] += len(self._postponed)
-        self._postponed.clear()
+        self._drop("evicted", len(self.postponed))
+        self.postponed.clear()
         self._retry_at = NEVER
+        self._set_deadline()
+
+    def _drop(self, reason: str, number: int) -> None:
+        """Counts blocks that are not saved, if there are any."""
+        if number:
+            self.counts.num_dropped[reason] += number
+            self._manager.held.has_changed = True
 
     def count_waiting(self) -> dict[str, int]:
         """Returns the number of blocks that are to be saved, by state: pinned for an order, or postponed. Among the
         latter are some that were evicted since."""
         orders = [*self.unsent, *self.sent.values()]
         num_audited = sum(len(order.blocks) for order in orders if order.audit is not None)
-        return {"pinned": self._num_pinned - num_audited, "postponed": len(self._postponed)}
+        return {"pinned": self._num_pinned - num_audited, "postponed": len(self.postponed)}
 
     # -- orders ------------------------------------------------------------------------------------------------
 
@@ -233,17 +361,19 @@ class BlockSaver:
         if order is None:
             return
         self._given_up.discard(result.save_id)
-        self._deadlines.pop(result.save_id, None)
+        if self._deadlines.pop(result.save_id, None) is not None:
+            self._set_deadline()
         if order.audit is not None:
             self._end_audit(order, result)
             return
         self._connector.on_save_finished(order, result)
-        self.counts.num_saved += result.num_saved
-        if result.num_saved:
+        self.counts.num_saved += result.num_saved - result.num_present
+        self._drop("present", result.num_present)
+        if result.num_saved > result.num_present:
             self.counts.save_lags.append(ended_at - self._computed_at[id(order)])
         if result.num_saved < len(order.blocks):
             reason = "pins" if result.outcome in ("cancelled", "unknown") else result.reason or "error"
-            self.counts.num_dropped[reason] += len(order.blocks) - result.num_saved
+            self._drop(reason, len(order.blocks) - result.num_saved)
         self._let_go(order)
 
     def _end_audit(self, order: SaveOrder, result: SaveResult) -> None:
@@ -261,7 +391,7 @@ class BlockSaver:
             if order.audit is not None:
                 self._end_audit(order, SaveResult(0, 0, "cancelled"))
                 continue
-            self.counts.num_dropped["pins"] += len(order.blocks)
+            self._drop("pins", len(order.blocks))
             self._connector.on_save_finished(order, SaveResult(0, 0, "cancelled"))
             self._let_go(order)
         return bool(orders)
@@ -277,11 +407,10 @@ class BlockSaver:
             if save_id not in self._given_up and save_id not in self._deadlines:
                 self.cancels.append(save_id)
                 self._deadlines[save_id] = now + QUARANTINE_S
+        self._set_deadline()
 
-    @property
-    def next_deadline(self) -> float:
-        """Returns the time at which `give_up` or `offer_postponed` has something to do."""
-        return min(self._retry_at, *self._deadlines.values()) if self._deadlines else self._retry_at
+    def _set_deadline(self) -> None:
+        self.next_deadline = min(self._retry_at, *self._deadlines.values()) if self._deadlines else self._retry_at
 
     def give_up(self, now: float) -> None:
         """Waits no longer for cancelled saves whose time has come; their blocks stay held until they end."""
@@ -289,15 +418,16 @@ class BlockSaver:
             del self._deadlines[save_id]
             self._given_up.add(save_id)
             self._manager.held.change(id(self.sent[save_id]), "quarantined")
+        self._set_deadline()
 
     def _let_go(self, order: SaveOrder) -> None:
         self._manager.held.release(id(order))
         del self._computed_at[id(order)]
         self._num_pinned -= len(order.blocks)
-        if order.audit is None:
-            self._in_progress.difference_update((block.group_id, block.key.digest) for block in order.blocks)
-
-
-def _has_content(block: KVCacheBlock, digest: bytes) -> bool:
-    """Returns whether a block can be hit as the one with this digest, in its group."""
-    return block.block_hash is not None and block.block_hash.startswith(digest)  # the group's number follows
+        if order.audit is not None:
+            return
+        if len(self._in_progress) == 1:
+            self._in_progress[0].difference_update(order.blocks.digests)
+        else:
+            for group_id, digest in zip(order.blocks.group_ids, order.blocks.digests, strict=True):
+                self._in_progress[group_id].discard(digest)

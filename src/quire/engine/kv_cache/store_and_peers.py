@@ -11,12 +11,22 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import PART, PARTS
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import NO_MATCH, BlockChoice, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.request import Request
+from quire.wire.block_hash import BlockHash
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
 
 
 class StoreAndPeersScheduler(KVConnectorScheduler):
@@ -32,6 +42,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         self.audits, self.stored = self._store.audits, self._store.stored
+        self.remote_saves = self._peers.remote_saves
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
     @classmethod
@@ -78,13 +89,13 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def seconds_to_save(self) -> float:
         return self._store.seconds_to_save()
 
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
-        return self._store.wants_block(group_id, key)
+    def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
+        return self._store.choose_blocks(group_id, digests)
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         self._store.on_save_finished(order, result)
 
-    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
+    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
         return self._store.plan_audit(blocks)
 
     def on_difference(self, block: SavedBlock) -> None:
@@ -115,8 +126,8 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def take_message(self) -> dict[str, Any] | None:
         return _join({name: part.take_message() for name, part in self._parts.items()})
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
-        return _join({name: part.build_connector_meta() for name, part in self._parts.items()})
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+        return _join({name: part.build_connector_meta(output) for name, part in self._parts.items()})
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info or {}

@@ -7,106 +7,48 @@ each worker of the engine writes and reads its part of a block, as a record of i
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler, find_longest_match
+from quire.engine.kv_cache.connector import (
+    NO_MATCH,
+    NONE_STORED,
+    NOTHING_CHOSEN,
+    BlockChoice,
+    ExternalMatch,
+    KVConnectorScheduler,
+    find_longest_match,
+    is_kept_off,
+)
 from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
 from quire.errors import ConfigError
-from quire.kv_store.access import REST_S
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
+from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.logger import init_logger
+from quire.wire.block_hash import BlockHash
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import (
     REJECTIONS,
-    BlockKey,
     KVConnectorOutput,
     LoadOrder,
     LoadResult,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
 
 logger = init_logger(__name__)
 
-MAX_WRITE_BYTES_PER_S = 200_000_000
 SOURCE = "disk"
 NO_PLACE = -1
-SAVED_S = 5.0
-"""Time for which a block is taken as written before a scan has found it."""
-
-
-class WriteBudget:
-    """A rate of bytes with a burst of one second."""
-
-    def __init__(self, bytes_per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = bytes_per_s, clock
-        self._left, self._ts = float(bytes_per_s), clock()
-
-    def take(self, num_bytes: int) -> bool:
-        """Takes `num_bytes` if there are any left; a debt is paid before the next."""
-        if self.seconds_left() > 0:
-            return False
-        self._left -= num_bytes
-        return True
-
-    def seconds_left(self) -> float:
-        """Returns the seconds until some bytes are left; 0: there are now."""
-        if self._left > 0:
-            return 0.0
-        now = self._clock()
-        self._left = min(float(self._rate), self._left + (now - self._ts) * self._rate)
-        self._ts = now
-        return 0.0 if self._left > 0 else max(1e-3, -self._left / self._rate)
-
-
-class WriteLimits:
-    """Limits what is ordered to be written: by a rate, by what was ordered lately, and by a rest after a failure."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._budget = WriteBudget(bytes_per_s)
-        self._ordered: dict[tuple[int, bytes], float] = {}
-        """Blocks (group, digest) that were ordered lately, and when."""
-        self._forget_ts = float("-inf")
-        """Time at which those of `_ordered` that were ordered long ago are forgotten."""
-        self._rest_ts = float("-inf")
-
-    def seconds_left(self) -> float:
-        """Returns the seconds until anything may be written; 0: it may now."""
-        return max(0.0, self._rest_ts - time.monotonic(), self._budget.seconds_left())
-
-    def rest(self) -> None:
-        """Orders nothing for a while: writing has failed."""
-        self._rest_ts = time.monotonic() + REST_S / 10
-
-    def take(self, name: tuple[int, bytes], num_bytes: int, is_there: Callable[[], bool]) -> bool:
-        """Returns whether a block is to be written, which counts as ordered then. `is_there`: the store has it."""
-        now = time.monotonic()
-        if now < self._rest_ts:
-            return False
-        if now >= self._forget_ts:  # seldom: it takes long to find the first entry of a dict that has lost many
-            self._forget_ts = now + 1.0
-            self._ordered = {name: ts for name, ts in self._ordered.items() if ts >= now - SAVED_S}
-        if name in self._ordered or is_there() or not self._budget.take(num_bytes):
-            return False
-        self._ordered[name] = now
-        return True
-
-    def forget(self, name: tuple[int, bytes]) -> None:
-        """Lets a block be ordered again."""
-        self._ordered.pop(name, None)
-
-    def forget_all(self) -> None:
-        """Lets all blocks be ordered again."""
-        self._ordered.clear()
 
 
 class StoreScheduler(KVConnectorScheduler):
@@ -171,8 +113,8 @@ class StoreScheduler(KVConnectorScheduler):
         groups = range(len(self.specs))
         order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
 
-    def plan_audit(self, blocks: Sequence[SavedBlock]) -> dict[str, Any]:
-        return self._locate([[(block.key.digest, block.group_id) for block in blocks]])
+    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
+        return self._locate([list(zip(blocks.digests, blocks.group_ids, strict=True))])
 
     def on_difference(self, block: SavedBlock) -> None:
         if self._index is not None:
@@ -205,34 +147,26 @@ class StoreScheduler(KVConnectorScheduler):
             key = order.keys[result.num_verified]
             for group_id in range(len(self.specs)):
                 self._index.forget(key.digest, group_id)
-                self._limits.forget((group_id, key.digest))
+                self._limits.forget(group_id, key.digest)
 
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        if self._role == "kv_consumer":
-            return False
-        params = request.sampling_params
-        is_kept_off = (
-            params is not None and params.extra_args is not None and params.extra_args.get("kv_store") is False
-        )
-        return not is_kept_off and not (self._skips_salted and request.cache_salt is not None)
+        return self._role != "kv_consumer" and not is_kept_off(request, skips_salted=self._skips_salted)
 
     def seconds_to_save(self) -> float:
         if self._index is None:
             return math.inf  # the worker half reports the namespace
         return self._limits.seconds_left()
 
-    def wants_block(self, group_id: int, key: BlockKey) -> bool:
+    def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
         index = self._index
         if index is None:
-            return False
-        name, num_bytes = (group_id, key.digest), self._payload_bytes[group_id]
-        return self._limits.take(name, num_bytes, lambda: index.contains(key.digest, group_id))
+            return NOTHING_CHOSEN
+        return BlockChoice(*self._limits.take(group_id, digests, self._payload_bytes[group_id], index))
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
-        for block in order.blocks[result.num_saved :]:
-            self._limits.forget((block.group_id, block.key.digest))
+        self._limits.forget_unsaved(order.blocks, result.num_saved)
         if result.reason in ("full", "error"):
             self._limits.rest()
 
@@ -264,9 +198,11 @@ class StoreScheduler(KVConnectorScheduler):
         self._index, self._scanner = index, StoreScanner(index)
         logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
 
-    def build_connector_meta(self) -> dict[str, Any] | None:
-        is_resetting, self._is_resetting = self._is_resetting, False
-        return {"reset": True} if is_resetting else None
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+        if not self._is_resetting:
+            return None
+        self._is_resetting = False
+        return {"reset": True}
 
     def set_weights(self, path: str) -> None:
         self._generation += 1
@@ -275,7 +211,8 @@ class StoreScheduler(KVConnectorScheduler):
             self.stored.clear()
 
     def count_stored(self) -> tuple[int, int]:
-        return (0, 0) if self._index is None else (self._index.num_blocks, self._index.num_bytes)
+        index = self._index
+        return NONE_STORED if index is None else index.counts
 
     def reset_cache(self) -> bool:
         """Drops the records of this namespace: from the index now, and from the directory with the next step."""

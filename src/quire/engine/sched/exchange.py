@@ -149,7 +149,7 @@ class _Steps:
         self.num_received += 1
         num_requests = len(output.num_scheduled_tokens)
         if not num_requests or output.total_num_scheduled_tokens < PREFILL_TOKENS * num_requests:
-            return
+            return  # nearly all steps
         cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts.update((data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs)
@@ -181,12 +181,12 @@ class KVExchange(NoExchange, AdmissionGate):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gates = (self,)
-        self._alarm_at = NEVER
         self.connector, self.link, self.clock = connector, link, clock
         link.clock = lambda: self.clock()
         self.loader = BlockLoader(connector, manager, cost)
         self.saver = BlockSaver(connector, manager, max_pinned_blocks)
         self.leases = BlockLeases(manager)
+        self.loader.cancels = self.leases.cancels = self.saver.cancels  # one list for all
         connector.bind_kv_cache_manager(manager)
         self._manager = manager
         self._loaded: dict[Request, list[tuple[Load, int]]] = {}
@@ -201,7 +201,9 @@ class KVExchange(NoExchange, AdmissionGate):
         self._steps = _Steps()
         self._ids = count(1)
         self._stats = KVTransferStats()
-        """Counts since the last statistics, and what was stored then."""
+        """Counts since the last statistics. What adds to them sets `HeldBlocks.has_changed`."""
+        self._num_stored: tuple[int, int] | None = None
+        """Numbers of what was stored at the last statistics."""
 
     @classmethod
     def from_config(
@@ -219,13 +221,14 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- the gate ----------------------------------------------------------------------------------------------
 
     def is_ready(self, request: Request) -> bool:
-        return request not in self._waits
+        return request not in self._waits and not self.loader.starts.is_held(request)
 
     def get_error(self, request: Request) -> QuireError | None:
         return self.connector.get_error(request)
 
     def note_left(self, request: Request) -> None:
         self._waits.pop(request, None)
+        self.loader.starts.note_left(request)
         self._release(request)
         load = self.loader.active.get(request)
         if load is not None:
@@ -241,16 +244,21 @@ class KVExchange(NoExchange, AdmissionGate):
         given to others since."""
         lease = self.connector.name_lease(request) if request.lora_request is None else None
         if lease is not None:
-            num_tokens = self.leases.grant(request, lease, self.saver.is_being_filled)
+            num_tokens = self.leases.grant(request, lease, self.saver.find_filled())
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        new, held, stored = self._stats, self._manager.held, self.connector.count_stored()
-        if stored == (new.num_stored_blocks, new.num_stored_bytes) and not (held.has_changed or self._has_counted()):
+        held, stored, remote_saves = self._manager.held, self.connector.count_stored(), self.connector.remote_saves
+        if (
+            stored is self._num_stored
+            and not held.has_changed
+            and (remote_saves is None or not remote_saves.has_changed)
+        ):
             return  # nearly all steps
         held.has_changed = False
+        self._num_stored = stored
+        new, self._stats = self._stats, KVTransferStats()
         new.num_stored_blocks, new.num_stored_bytes = stored
-        self._stats = KVTransferStats(num_stored_blocks=stored[0], num_stored_bytes=stored[1])
         saver, loader, leases = self.saver, self.loader, self.leases
         new.num_loads_in_flight = len(loader.active)
         records, loader.records = loader.records, RecordCounts()
@@ -261,24 +269,10 @@ class KVExchange(NoExchange, AdmissionGate):
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
         new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
         new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
+        if remote_saves is not None:
+            remote_saves.move_to(new)
         new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         stats.kv_transfer = new
-
-    def _has_counted(self) -> bool:
-        """Returns whether anything was counted since the last statistics."""
-        own, saves = self._stats, self.saver.counts
-        return bool(
-            saves.num_begun
-            or saves.num_saved
-            or saves.num_dropped
-            or saves.num_audited
-            or own.num_loads_begun
-            or own.num_loads
-            or own.prefix_cache_stats.requests
-            or own.prefix_cache_stats.preempted_requests
-            or self.loader.records.num_read
-            or self.leases.num_ended
-        )
 
     def on_new_request(self, request: Request) -> None:
         self.connector.on_new_request(request)
@@ -293,32 +287,37 @@ class KVExchange(NoExchange, AdmissionGate):
         saver, leases = self.saver, self.leases
         return (
             self.link.has_reports
-            or bool(self._has_cancels or saver.unsent or leases.unsent or self._deferred)
+            or bool(saver.cancels or saver.unsent or leases.unsent or self._deferred)
             or self.loader.can_send(self._steps.num_received)
             or self.clock() >= self._next_deadline
         )
 
     @property
     def _next_deadline(self) -> float:
-        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at())
+        loader, saver = self.loader, self.saver
+        return min(loader.next_deadline, loader.starts.deadline, saver.next_deadline, self.connector.next_step_at)
 
     def begin_round(self) -> None:
+        loader, saver = self.loader, self.saver
+        is_quiet = not (self.link.reports or self._deferred or saver.postponed)
+        is_quiet = is_quiet and saver.next_deadline is loader.next_deadline is loader.starts.deadline is NEVER
+        if is_quiet and self.connector.next_step_at is NEVER:
+            return  # nearly always
         is_room_awaited = bool(self._waits) and None in self._waits.values()
-        if self.link.has_reports:
-            self._take_reports()
+        self._take_reports()
         if self._deferred:
             for request in self._deferred:
                 self._waits.pop(request, None)
             self._deferred.clear()
         now = self.clock()
         if now >= self._next_deadline:
-            self.saver.give_up(now)
-            for load in self.loader.check_deadlines(now):
+            saver.give_up(now)
+            loader.starts.check_deadline(now)
+            for load in loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
         if not is_room_awaited:  # a request that waits for it comes before blocks to be saved
-            self.saver.note_scheduled(self._steps.num_sent)
-            self.saver.offer_postponed(now)
+            saver.offer_postponed(now)
 
     def _take_reports(self) -> None:
         for came_at, report in self.link.take():
@@ -355,9 +354,11 @@ class KVExchange(NoExchange, AdmissionGate):
             if self.connector.asks_again:
                 self._deferred.append(request)
             return True
-        now, used = self.clock(), {load.order.source for load, _ in self._loaded.get(request, ())}
-        matches = [match for match in matches if match.source not in used]
-        match = self.loader.choose(request, num_hits, matches, now)
+        now, match = self.clock(), None
+        if any(found.num_tokens for found in matches):
+            used = {load.order.source for load, _ in self._loaded.get(request, ())}
+            able = [found for found in matches if found.source not in used]
+            match = self.loader.choose(request, num_hits, able, now)
         if match is None or self._begins_audit(request, match, first):
             self._declined = request, num_hits
             return False
@@ -399,6 +400,7 @@ class KVExchange(NoExchange, AdmissionGate):
         request = load.request
         source = load.order.source.partition(":")[0]
         tier = _TIERS.get(source, source)
+        self._manager.held.has_changed = True
         for loads in (self._stats.num_loads, self._stats.num_tier_loads.setdefault(tier, {})):
             loads[outcome] = loads.get(outcome, 0) + 1
         if not request.is_finished:
@@ -412,6 +414,7 @@ class KVExchange(NoExchange, AdmissionGate):
             self._stats.load_seconds.append(now - load.began)
             request.report.load_span = load.began, now
         request.end_load()
+        self.loader.starts.note_end(load, self.clock(), may_hold=outcome == "ok" and not request.is_finished)
         self._unblock(load)
 
     def _unblock(self, load: Load | None) -> None:
@@ -443,49 +446,53 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- admissions --------------------------------------------------------------------------------------------
 
     def count_external(self, request: Request, num_hits: int) -> int:
+        loaded = self._loaded.get(request)
+        if loaded is None:
+            return 0
         size, blocks = self._manager.block_size, set[int]()
-        for load, num_tokens in self._loaded.get(request, ()):  # a later one may bring again what was evicted since
+        for load, num_tokens in loaded:  # a later one may bring again what was evicted since
             blocks.update(range(load.order.start, load.order.start + num_tokens // size))
         return size * sum(block < num_hits // size for block in blocks)
 
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
         self._release(request)
+        self.loader.starts.note_started(request)
         self.connector.request_started(request)
         self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
         if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
+            self._manager.held.has_changed = True
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     def on_sent(self, output: SchedulerOutput) -> None:
         now, loader, saver, leases = self.clock(), self.loader, self.saver, self.leases
         self._steps.send(now)
-        saver.note_scheduled(self._steps.num_sent)
-        loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else []
-        self.connector.on_step(output)
-        params = self.connector.build_connector_meta()
-        if loads or saver.unsent or leases.unsent or params or self._has_cancels:
+        if self._manager.full_blocks:
+            saver.note_scheduled(self._steps.num_sent)
+        loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else None
+        params = self.connector.build_connector_meta(output)
+        if loads or params or saver.unsent or leases.unsent or saver.cancels:
             saves = saver.send(self._ids) + leases.send(self._ids)
-            output.kv_connector_metadata = KVConnectorMetadata(loads, saves, self._take_cancels(), params)
-        deadline = self._next_deadline
-        if self._alarm_at != deadline:
-            self._alarm_at = deadline
+            output.kv_connector_metadata = KVConnectorMetadata(loads or [], saves, self._take_cancels(), params)
+        deadline = loader.next_deadline
+        if saver.next_deadline is not NEVER or self.connector.next_step_at is not NEVER:
+            deadline = self._next_deadline
+        if self.link.alarm_at != deadline:
+            self.link.alarm_at = deadline
             self.link.set_alarm(deadline - now)
 
-    @property
-    def _has_cancels(self) -> bool:
-        return bool(self.loader.cancels or self.saver.cancels or self.leases.cancels)
-
     def _take_cancels(self) -> list[int]:
-        cancels = self.loader.cancels + self.saver.cancels + self.leases.cancels
-        self.loader.cancels, self.saver.cancels, self.leases.cancels = [], [], []
+        cancels = self.saver.cancels.copy()
+        self.saver.cancels.clear()
         return cancels
 
     def on_received(self, output: SchedulerOutput) -> None:
         now = self.clock()
         self._steps.receive(output, self.loader.cost, now)
-        self.saver.note_computed(self._steps.num_received, now)
+        if self.saver.steps:
+            self.saver.note_computed(self._steps.num_received, now)
 
     def on_abandoned(self) -> None:
         self._steps.abandon()

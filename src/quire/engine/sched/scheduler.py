@@ -388,15 +388,11 @@ class Scheduler(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def has_requests(self) -> bool:
+        if self.pause_state is PauseState.UNPAUSED and self.requests:
+            return True  # nearly always
         if self._steps.finished_req_ids or self.exchange.has_news:  # ids and orders to send, transfers to take in
             return True
-        match self.pause_state:
-            case PauseState.UNPAUSED:
-                return bool(self.requests)
-            case PauseState.PAUSED_NEW:
-                return bool(self.running) or self.waiting.any_preempted()
-            case PauseState.PAUSED_ALL:
-                return False
+        return self.pause_state is PauseState.PAUSED_NEW and (bool(self.running) or self.waiting.any_preempted())
 
     def is_blocked(self) -> bool:
         steps = self._steps

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,9 @@ from quire.errors import ConfigError
 from quire.failpoints import failpoint
 from quire.wire.kv_peers import (
     MAX_RECORD_BYTES,
+    MAX_REQUEST_BYTES,
     PEER_VERSION,
+    PUT_CREDIT,
     Bitmap,
     Block,
     Credit,
@@ -31,8 +34,10 @@ from quire.wire.kv_peers import (
     PeerAnswer,
     PeerRequest,
     Proof,
+    Put,
     RecordName,
     Refused,
+    Taken,
     Welcome,
     client_tag,
     curve_keys,
@@ -54,7 +59,9 @@ MAX_IDLE = 4
 
 _NAME = re.compile(r"ipc://.+|[A-Za-z0-9._-]+")
 
-Answer = TypeVar("Answer", Welcome, Bitmap)
+Answer = TypeVar("Answer", Welcome, Bitmap, Taken)
+Record = tuple[bytes | memoryview, memoryview]
+"""Header with tag, and payload."""
 
 
 class PeerError(Exception):
@@ -127,22 +134,25 @@ class PeerConnection:
             raise PeerError("unreachable", f"{address}: {e}") from None
         try:
             left = None if deadline is None else deadline - time.monotonic()
-            self.incarnation = self._greet(key, hello, place if is_private(address) else "", is_cancelled, left)
-            """Name of the server's start."""
+            welcome = self._greet(key, hello, place if is_private(address) else "", is_cancelled, left)
         except BaseException:
             self.close()
             raise
+        self.incarnation = welcome.incarnation
+        """Name of the server's start."""
+        self.takes_records = welcome.takes_records
+        """True: records may be put."""
 
     def _greet(
         self, key: bytes, hello: Hello, place: str, is_cancelled: Callable[[], bool], timeout_s: float | None
-    ) -> str:
+    ) -> Welcome:
         self.send(hello)
         welcome = self._await(Welcome, timeout_s, is_cancelled)
         expected = server_tag(key, hello, welcome.nonce, welcome.incarnation, place)
         if welcome.version != PEER_VERSION or not hmac.compare_digest(welcome.tag, expected):
             raise PeerError("refused", f"{self.address} has another key")
         self.send(Proof(client_tag(key, hello, welcome.nonce, place)))
-        return welcome.incarnation
+        return welcome
 
     def close(self) -> None:
         """Ends the session."""
@@ -178,12 +188,32 @@ class PeerConnection:
             if index + CREDIT < count:
                 self.send(Credit(get_id, 1))
 
+    def put(self, records: Iterable[tuple[int, Record]], is_cancelled: Callable[[], bool]) -> Iterator[tuple[int, str]]:
+        """Puts numbered records, and returns their outcomes (`Taken`) in order. A record is taken from `records` when
+        it can be sent: few are on their way at once."""
+        sent: deque[int] = deque()
+        for number, (head, payload) in records:
+            if len(sent) == PUT_CREDIT:
+                yield self._await_taken(sent.popleft(), is_cancelled)
+            failpoint("kv.peer.put")
+            pieces = [payload[i : i + MAX_REQUEST_BYTES] for i in range(0, len(payload), MAX_REQUEST_BYTES)]
+            self.send(Put(number), head, *pieces)
+            sent.append(number)
+        while sent:
+            yield self._await_taken(sent.popleft(), is_cancelled)
+
+    def _await_taken(self, number: int, is_cancelled: Callable[[], bool]) -> tuple[int, str]:
+        taken = self._await(Taken, None, is_cancelled)
+        if taken.put_id != number:
+            raise PeerError("format", f"{self.address} answers for another record than {number}")
+        return number, taken.outcome
+
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def send(self, message: PeerRequest) -> None:
-        """Sends what needs no answer."""
+    def send(self, message: PeerRequest, *frames: bytes | memoryview) -> None:
+        """Sends what needs no answer, or what is answered later."""
         try:
-            self._socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+            self._socket.send_multipart([msgspec.msgpack.encode(message), *frames], zmq.NOBLOCK, copy=not frames)
         except zmq.ZMQError as e:
             raise PeerError("silent", f"{self.address}: {e}") from None
 

@@ -1,7 +1,7 @@
 """A server of KV blocks: sends the records of a source to clients that have the key.
 
-One thread owns the socket. Whatever a client sends, it costs bounded memory: sessions, pulls per session, keys per
-message and blocks on their way are limited, and a client that stops reading has no more blocks sent to it.
+One thread owns the socket. Whatever a client sends, it costs bounded memory: sessions, pulls and puts per session, keys
+per message and blocks on their way are limited, and a client that stops reading has no more blocks sent to it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,12 +28,14 @@ from quire.failpoints import failpoint
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import open_extent, read_header, read_into
 from quire.kv_store.index import StoreIndex, StoreScanner
+from quire.kv_store.peer.taker import RecordTaker
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
 from quire.logger import init_logger
 from quire.wire.kv_peers import (
     MAX_CREDIT,
     MAX_REQUEST_BYTES,
     PEER_VERSION,
+    PUT_CREDIT,
     Bitmap,
     Block,
     Credit,
@@ -43,10 +46,12 @@ from quire.wire.kv_peers import (
     PeerAnswer,
     PeerRequest,
     Proof,
+    Put,
     RecordName,
     Refused,
     Release,
     Renew,
+    Taken,
     Welcome,
     client_tag,
     curve_keys,
@@ -78,6 +83,9 @@ Record = tuple[bytes | memoryview, bytes | memoryview]
 class BlockSource(ABC):
     """Where a server's blocks are. The server calls all methods on its thread."""
 
+    takes_records = False
+    """True: `put` may be called."""
+
     @abstractmethod
     def accepts(self, fingerprint: bytes) -> bool:
         """Returns whether there may be blocks of a fingerprint."""
@@ -89,6 +97,11 @@ class BlockSource(ABC):
     @abstractmethod
     def read(self, fingerprint: bytes, lease: str, key: RecordName) -> Record | None:
         """Returns a record; None: it cannot be had."""
+
+    def put(self, fingerprint: bytes, frames: Sequence[bytes], report: Callable[[str], None]) -> None:
+        """Takes a record in: header with tag, and the parts of the payload. `report` takes the outcome (`Taken`) later,
+        on any thread, of each record in order."""
+        raise NotImplementedError
 
     def is_expected(self, lease: str) -> bool:
         """Returns whether a lease may begin soon."""
@@ -112,10 +125,13 @@ class BlockSource(ABC):
 
 
 class DirectorySource(BlockSource):
-    """The records of a directory, of any fingerprint. It only reads them."""
+    """The records of a directory, of any fingerprint."""
 
-    def __init__(self, directory: StoreDirectory) -> None:
+    def __init__(self, directory: StoreDirectory, max_write_bytes_per_s: int = 0) -> None:
+        """`max_write_bytes_per_s`: most bytes of records that are taken in a second; 0: none are."""
         self._directory, self._mac = directory, RecordMac(directory.key)
+        self._taker = RecordTaker(directory, max_write_bytes_per_s) if max_write_bytes_per_s else None
+        self.takes_records = self._taker is not None
         self._indexes: dict[bytes, tuple[StoreIndex, StoreScanner]] = {}
         self._descriptors: dict[str, int] = {}
 
@@ -157,6 +173,11 @@ class DirectorySource(BlockSource):
         index.note_use(digest, group)
         return record[:end], record[end:]
 
+    def put(self, fingerprint: bytes, frames: Sequence[bytes], report: Callable[[str], None]) -> None:
+        assert self._taker is not None
+        index, _ = self._indexes[fingerprint]
+        self._taker.put(fingerprint, frames, lambda name: index.contains(name[1], name[0]), report)
+
     def _open(self, extent: str) -> int:
         descriptor = self._descriptors.get(extent)
         if descriptor is None:
@@ -173,6 +194,8 @@ class DirectorySource(BlockSource):
         return float("inf")
 
     def close(self) -> None:
+        if self._taker is not None:
+            self._taker.close()
         for _, scanner in self._indexes.values():
             scanner.stop()
         for descriptor in self._descriptors.values():
@@ -200,6 +223,8 @@ class _Session:
     nonce: bytes
     is_proven: bool = False
     pulls: deque[_Pull] = field(default_factory=deque)
+    num_puts: int = 0
+    """Records that were put and not answered yet."""
 
 
 class BlockServer:
@@ -212,8 +237,9 @@ class BlockServer:
         """Name of this start of the server."""
         self._sessions: dict[bytes, _Session] = {}
         """Sessions by the socket's name of the client; the one that was silent for longest first."""
+        self._taken: deque[tuple[bytes, _Session, Taken]] = deque()
+        """Answers to puts that are not sent yet."""
         self._decoder: msgspec.msgpack.Decoder[PeerRequest] = msgspec.msgpack.Decoder(PeerRequest)
-        self._encoder = msgspec.msgpack.Encoder()
         self._is_closed = False
         self._context: zmq.Context[Any] = zmq.Context()
         curve, _ = curve_keys(key)
@@ -267,6 +293,7 @@ class BlockServer:
             ready = dict(poller.poll(0 if self._send_blocks(now) else max(0, math.ceil(1000 * seconds))))
             if self._woken in ready:
                 self._woken.recv()
+            self._answer_puts()
             if self._socket in ready:
                 self._take_messages()
         self._socket.close(linger=0)
@@ -286,8 +313,10 @@ class BlockServer:
 
     def _take(self, name: bytes, frames: list[bytes]) -> None:
         try:
-            message = self._decoder.decode(frames[0]) if len(frames) == 1 else None
+            message = self._decoder.decode(frames[0])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            message = None
+        if len(frames) != 1 and not isinstance(message, Put):
             message = None
         failpoint("kv.peer.message", type(message).__name__)
         session = self._sessions.pop(name, None)
@@ -300,7 +329,7 @@ class BlockServer:
             if isinstance(message, Proof):
                 self._check_proof(name, session, message)
             elif session.is_proven:
-                self._answer(name, session, message)
+                self._answer(name, session, message, frames[1:])
             else:
                 self._refuse(name, "tag")
 
@@ -314,7 +343,8 @@ class BlockServer:
                 self._sessions.pop(candidates[0], None)
         session = self._sessions[name] = _Session(hello, secrets.token_bytes(32))
         tag = server_tag(self._key, hello, session.nonce, self.incarnation, self._place)
-        self._send(name, Welcome(PEER_VERSION, self._engine_id, self.incarnation, session.nonce, tag))
+        takes_records = self.source.takes_records
+        self._send(name, Welcome(PEER_VERSION, self._engine_id, self.incarnation, session.nonce, tag, takes_records))
 
     def _check_proof(self, name: bytes, session: _Session, proof: Proof) -> None:
         if not hmac.compare_digest(proof.tag, client_tag(self._key, session.hello, session.nonce, self._place)):
@@ -324,7 +354,7 @@ class BlockServer:
         else:
             session.is_proven = True
 
-    def _answer(self, name: bytes, session: _Session, message: PeerRequest) -> None:
+    def _answer(self, name: bytes, session: _Session, message: PeerRequest, frames: list[bytes]) -> None:
         match message:
             case Have():
                 bits = self.source.has(session.hello.fingerprint, message.keys)
@@ -342,6 +372,25 @@ class BlockServer:
                 self.source.renew(message.leases, time.monotonic())
             case Release():
                 self.source.release(message.leases)
+            case Put():
+                if not self.source.takes_records or session.num_puts >= PUT_CREDIT or not frames:
+                    self._refuse(name, "puts")
+                    return
+                session.num_puts += 1
+                report = partial(self._end_put, name, session, message.put_id)
+                self.source.put(session.hello.fingerprint, frames, report)
+
+    def _end_put(self, name: bytes, session: _Session, put_id: int, outcome: str) -> None:
+        """Takes the outcome of a put, on any thread."""
+        self._taken.append((name, session, Taken(put_id, outcome)))
+        self.wake()
+
+    def _answer_puts(self) -> None:
+        while self._taken:
+            name, session, answer = self._taken.popleft()
+            session.num_puts -= 1
+            if self._sessions.get(name) is session:
+                self._send(name, answer)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -384,7 +433,7 @@ class BlockServer:
 
     def _send(self, name: bytes, message: PeerAnswer, *frames: bytes | memoryview) -> None:
         try:
-            parts = [name, self._encoder.encode(message), *frames]
+            parts = [name, msgspec.msgpack.encode(message), *frames]
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=not frames)
         except zmq.ZMQError:  # it has left
             self._sessions.pop(name, None)

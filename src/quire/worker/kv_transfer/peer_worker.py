@@ -1,7 +1,8 @@
 """The worker half of peers: takes blocks from other engines and block servers, and serves those that are promised.
 
 A promise (lease) arrives as a save, and ends as one: when the other engine has released it, its time is over, or it is
-cancelled because the blocks are needed. Between, the server's thread copies a block when it is asked for.
+cancelled because the blocks are needed. Between, the server's thread copies a block when it is asked for. Saves without
+a lease are put to the first block server.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from quire.wire.kv_transfer import (
     TransferOutcome,
 )
 from quire.worker.kv_transfer.record_worker import RecordWorker
+from quire.worker.kv_transfer.remote_saves import RemoteSave, RemoteSaver
 from quire.worker.kv_transfer.tiers import Answers, TierAsker
 from quire.worker.kv_transfer.transfers import PROGRESS_S, Namespace
 from quire.worker.kv_transfer.worker import Report
@@ -281,7 +283,8 @@ class PeerWorker(RecordWorker):
 
     what = "the key directory of peers"
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, copied: StoreDirectory | None = None) -> None:
+        """`copied`: directory of the records that are put to the block server, too; None: saves are."""
         extra = config.kv_transfer_config.kv_connector_extra_config
         super().__init__(config, rank, StoreDirectory.open_for_key(extra["path"]))
         self._mac = RecordMac(self.directory.key)
@@ -298,6 +301,12 @@ class PeerWorker(RecordWorker):
         """Leases of waiting requests: lease to address and incarnation."""
         self._loads = _Tasks("kv-peer-load", extra["io_threads"])
         self._tiers = TierAsker(self._client, extra["tiers"])
+        self.saver: RemoteSaver | None = None
+        """None: no block server is given records."""
+        if extra["tiers"] and extra["saves"]:
+            self.saver = RemoteSaver(
+                self._client, extra["tiers"][0], copied, partial(self._tell, "store_state"), partial(self._tell, "puts")
+            )
         self._keeper = _Tasks("kv-peer-keep", every=self._renew)
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -309,7 +318,10 @@ class PeerWorker(RecordWorker):
             self.begin(load.load_id, task)
             self._loads.put(task.run)
         for save in orders.saves:
-            self._begin_lease(save, namespace)
+            if save.lease:
+                self._begin_lease(save, namespace)
+            else:
+                self._begin_save(save, namespace)
         params = orders.params or {}
         for request_id, keys in params.get("ask", {}).items():
             fingerprint = None if namespace is None else namespace.fingerprint
@@ -330,6 +342,22 @@ class PeerWorker(RecordWorker):
         if self._server is not None:
             self._server.wake()
 
+    def _begin_save(self, order: SaveOrder, namespace: Namespace | None) -> None:
+        if self.saver is None or namespace is None:
+            self.begin(order.save_id, _LeaseEnd(lambda: None))
+            self.end(KVConnectorOutput(saves=[SaveResult(order.save_id, 0, "failed", reason="error")]))
+            return
+        save = RemoteSave(order, namespace, self._mac, self.end)
+        self.begin(order.save_id, save)
+        self.saver.put(save)
+
+    def _tell(self, name: str, value: Any) -> None:
+        self._report(KVConnectorOutput(info={name: value}))
+
+    def watch(self, fingerprint: bytes, generation: int) -> None:
+        if self.saver is not None:
+            self.saver.begin(fingerprint)
+
     def describe(self) -> dict[str, Any]:
         if self._server is None:
             return {}
@@ -342,6 +370,8 @@ class PeerWorker(RecordWorker):
     def stop_threads(self) -> bool:
         deadline = time.monotonic() + END_S
         num_hung = sum(not threads.stop(deadline) for threads in (self._loads, self._tiers, self._keeper))
+        if self.saver is not None:
+            num_hung += not self.saver.stop(deadline)
         if self._server is not None:
             self._server.close()
         self._client.close()

@@ -1,6 +1,7 @@
 """The worker half of a store and peers in one engine: orders go to the one that they belong to.
 
-Each of the two has ids of its own, without gaps: what was lost with a step that failed never reaches them.
+Each of the two has ids of its own, without gaps: what was lost with a step that failed never reaches them. What the
+store has written is put to the block server of the other, if there is one that takes it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class StoreAndPeersWorker(KVConnectorWorker):
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         of_store, of_peers = config.transfer_parts.values()
-        self._parts = {STORE: _Part(StoreWorker(of_store, rank)), PEERS: _Part(PeerWorker(of_peers, rank))}
+        store = StoreWorker(of_store, rank)
+        peers = PeerWorker(of_peers, rank, store.directory)
+        if peers.saver is not None:
+            store.on_written = peers.saver.copy
+        self._parts = {STORE: _Part(store), PEERS: _Part(peers)}
         self._arrivals = Arrivals()
         self._places: dict[int, tuple[_Part, int]] = {}
         """Transfers that have not ended: the part, and its id."""
@@ -125,5 +130,5 @@ class StoreAndPeersWorker(KVConnectorWorker):
             part.worker.undo_weights()
 
     def close(self) -> None:
-        for part in self._parts.values():
+        for part in reversed(self._parts.values()):  # peers read what the store has written
             part.worker.close()

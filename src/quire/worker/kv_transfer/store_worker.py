@@ -26,7 +26,7 @@ from quire.wire.kv_peers import RecordName
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
 from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
-from quire.worker.kv_transfer.transfers import Load, Namespace, Save
+from quire.worker.kv_transfer.transfers import Load, Namespace, Save, Written
 
 logger = init_logger(__name__)
 
@@ -45,6 +45,8 @@ class StoreWorker(RecordWorker):
         directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
         super().__init__(config, rank, directory)
         self._mac = RecordMac(directory.key)
+        self.on_written: Written = lambda header, extent, offset: None
+        """Takes each record that was written. It must not raise."""
         self._io = _IOThreads(directory, int(extra.get("io_threads", min(2, os.cpu_count() or 1))))
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -81,7 +83,7 @@ class StoreWorker(RecordWorker):
 
     def _make_save(self, order: SaveOrder) -> Save | Audit:
         if order.audit is None:
-            return Save(order, self.namespace, self.end)
+            return Save(order, self.namespace, self.end, self.on_written)
         reader = RecordReader(self.directory, self._mac)
         return Audit(order, self.rank, self.namespace, reader, self.directory.remove, self.end)
 

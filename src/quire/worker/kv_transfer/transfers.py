@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ HURRY_S = 0.2
 PROGRESS_S = 0.25
 """A load that goes on for longer is reported so often."""
 NO_PLACE = -1
+Written = Callable[[RecordHeader, str, int], None]
+"""Takes a record that was written: its header, extent and offset there."""
 
 
 class BlockBytes:
@@ -47,12 +50,16 @@ class BlockBytes:
         self.payload_bytes = [sum(part.shape[1] for part in group) for group in parts]
         """Bytes of a block, per group."""
         self._memory = [
-            [(part.reshape(-1).data, part.shape[1]) for part in group]
+            [
+                (size, [part.reshape(-1).data for part in alike])
+                for size, alike in groupby(group, key=lambda part: part.shape[1])
+            ]
             if all(part.flags.c_contiguous for part in group)
             else None
             for group in parts
         ]
-        """Memory of each part and its bytes in a block, which cost less to slice than rows. None: not in one piece."""
+        """Bytes of a part in a block, and the memory of all parts with as many that follow one another: cutting one
+        slice from each takes a third of the time of rows. None: not in one piece."""
 
     @staticmethod
     def of_memory(memory: KVCacheMemory) -> BlockBytes:
@@ -67,7 +74,11 @@ class BlockBytes:
         memory = self._memory[group]
         if memory is None:
             return [part[block_id].data for part in self._parts[group]]
-        return [data[block_id * size : (block_id + 1) * size] for data, size in memory]
+        pieces: list[memoryview] = []
+        for size, parts in memory:
+            place = slice(block_id * size, (block_id + 1) * size)
+            pieces += [data[place] for data in parts]
+        return pieces
 
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
@@ -255,9 +266,9 @@ class Load:
 class Save:
     """A save. Blocks are written in order."""
 
-    def __init__(self, order: SaveOrder, namespace: Namespace | None, report: Report) -> None:
+    def __init__(self, order: SaveOrder, namespace: Namespace | None, report: Report, on_written: Written) -> None:
         self.order = order
-        self._namespace, self._report = namespace, report
+        self._namespace, self._report, self._on_written = namespace, report, on_written
         self._is_cancelled = False
         self._came_at = time.monotonic()
         self._num_saved = self._num_bytes = 0
@@ -276,7 +287,7 @@ class Save:
         thread that is not."""
         start_ts = time.monotonic()
         reason = "" if self._namespace is not None else "error"
-        for block in self.order.blocks[self._num_saved :]:
+        for index in range(self._num_saved, len(self.order.blocks)):
             if self._is_cancelled or self._namespace is None:
                 break
             age = time.monotonic() - self._came_at
@@ -287,6 +298,7 @@ class Save:
                 self._seconds += time.monotonic() - start_ts
                 return False
             try:
+                block = self.order.blocks[index]
                 header = self._namespace.header_of(block.group_id, block.key)
                 reason = writer.append(header, [self._namespace.blocks.copy_out(block.group_id, block.block_id)])
             except Exception:
@@ -294,6 +306,7 @@ class Save:
                 reason = "error"
             if reason:
                 break
+            self._on_written(header, *writer.last_place)
             self._num_saved += 1
             self._num_bytes += header.record_bytes
         self._seconds += time.monotonic() - start_ts

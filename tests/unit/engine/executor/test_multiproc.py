@@ -139,8 +139,8 @@ def test_adapters_are_loaded_by_all_workers_beside_steps(shared: MultiprocExecut
     asking.start()
     measured = shared.measure_adapter(adapter("b", 2).lora_request)
     asking.join()
-    assert measured.result(30) == 10 + 11, "all workers' memory"
-    assert found[0].result(30) == AdapterInfo(1, 0, "same", 100 + 101, 4)
+    assert measured.result(120) == 10 + 11, "all workers' memory"
+    assert found[0].result(120) == AdapterInfo(1, 0, "same", 100 + 101, 4)
     assert shared.collective_rpc("get_loaded") == [[[1, 0]]] * 2
     shared.drop_adapter((1, 0))
     assert shared.collective_rpc("get_loaded") == [[], []], "dropped before the next call"
@@ -158,7 +158,7 @@ def test_a_load_that_fails_on_one_worker_leaves_nothing_on_the_others(
     name: str, message: str, shared: MultiprocExecutor
 ) -> None:
     with pytest.raises(AdapterError, match=message):
-        shared.load_adapter(adapter(name)).result(30)
+        shared.load_adapter(adapter(name)).result(120)
     assert shared.collective_rpc("get_loaded") == [[], []]
     assert shared.execute_model(step()) == ModelRunnerOutput(["r"], [[0]]), "the engine goes on"
 
@@ -170,10 +170,10 @@ def test_loads_end_with_a_worker() -> None:
     future = executor.load_adapter(adapter("a"))
     os.kill(pids_of(executor)[1], signal.SIGKILL)
     with pytest.raises(ServerError, match="a worker of the engine has ended"):
-        future.result(30)
-    assert failed.wait(5)
+        future.result(120)
+    assert failed.wait(120)
     with pytest.raises(ServerError, match="a worker of the engine has ended"):
-        executor.load_adapter(adapter("b")).result(30)
+        executor.load_adapter(adapter("b")).result(120)
     executor.shutdown()
 
 
@@ -205,8 +205,8 @@ def test_a_worker_that_dies_in_a_step_ends_it(rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(ServerError, match=f"worker {rank} was killed by SIGKILL|another worker of the step has failed"):
         executor.execute_model(step(f"kill {rank}"))
-    assert time.monotonic() - start < 5
-    assert failed.wait(5)
+    assert time.monotonic() - start < 50, "it does not wait for its time limit"
+    assert failed.wait(120)
     with pytest.raises(ServerError, match=f"worker {rank} was killed by SIGKILL"):
         executor.check_health()
     assert executor.worker_end is WorkerEnd.KILLED
@@ -219,7 +219,7 @@ def test_a_worker_that_dies_while_all_are_idle_is_noticed() -> None:
     executor, failed = make(), threading.Event()
     executor.register_failure_callback(failed.set)
     os.kill(pids_of(executor)[1], signal.SIGKILL)
-    assert failed.wait(5)
+    assert failed.wait(120)
     executor.shutdown()
 
 

@@ -3,7 +3,6 @@ one another by loopback; the workers have no model (tests/workers_apart.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -33,18 +32,9 @@ from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from quire.wire.nodes import make_fleet_key, read_fleet_key
 from quire.wire.worker_link import Abort, WorkersHello, WorkersRefusal, WorkersWelcome
+from tests.ports import free_ports
 
 from .test_multiproc import is_gone, step
-
-
-def free_ports(count: int = 2) -> int:
-    """Returns the first of so many ports that are free."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = int(stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
-            for port in range(first + 1, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 def write_key(path: Path) -> str:
@@ -110,7 +100,7 @@ class Machines:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
 
 
@@ -150,7 +140,7 @@ def test_workers_of_another_machine_are_called_as_those_of_this_one(
     assert executor.collective_rpc("__getattribute__", args=("num_blocks",)) == [7, 8]
     assert executor.execute_model(step()) == ModelRunnerOutput(["r"], [[1]]), "the last stage answers"
     load = AdapterLoad(LoRARequest("a", 1, "/nowhere"), 0)
-    assert executor.load_adapter(load).result(30) == AdapterInfo(1, 0, "same", 100 + 101, 4), "answered beside steps"
+    assert executor.load_adapter(load).result(120) == AdapterInfo(1, 0, "same", 100 + 101, 4), "answered beside steps"
     executor.drop_adapter((1, 0))
     assert executor.collective_rpc("get_loaded") == [[], []]
     with pytest.raises(ModelLoadError, match=r"^/x does not fit$"):

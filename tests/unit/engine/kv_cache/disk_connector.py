@@ -97,7 +97,7 @@ class DiskConnector(KVConnectorBase_V1):
                 self.futures[request_id] = self._pool.submit(self._load_later, blocks)
 
     def _load_later(self, blocks: list[tuple[bytes, int]]) -> None:
-        assert not self._waits or self.may_load.wait(10)
+        assert not self._waits or self.may_load.wait(120)
         self._load(blocks)
 
     def _load(self, blocks: list[tuple[bytes, int]]) -> None:

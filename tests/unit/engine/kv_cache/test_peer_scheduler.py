@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,20 @@ from quire.kv_transfer_params import parse_transfer_params
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from quire.wire.kv_peers import pack_bits
-from quire.wire.kv_transfer import KVConnectorOutput, LoadOrder, LoadResult
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
+from quire.wire.stats import KVTransferStats
 
 SIZE = 4
 FULL = FullAttentionSpec(SIZE, 1, 8)
@@ -64,26 +76,26 @@ class Half:
 def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_starts() -> None:
     half = Half()
     request = half.add(OFFER)
-    assert half.half.build_connector_meta() == {"keep": [("lease", [(ADDRESS, "i")])]}
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"keep": [("lease", [(ADDRESS, "i")])]}
     load = {"peers": [(ADDRESS, "i")], "lease": "lease"}
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", load)
     assert half.match(request, 8) == ExternalMatch(20, f"p2p:{ADDRESS}", load)
     assert half.match(request, 28) == NO_MATCH
     half.half.request_started(request)
-    assert half.half.build_connector_meta() == {"release": ["lease"]}
-    assert half.half.build_connector_meta() is None
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
+    assert half.half.build_connector_meta(SchedulerOutput()) is None
     assert half.match(request) == NO_MATCH, "preempted: the lease is over"
     half.half.request_finished(request)
-    assert half.half.build_connector_meta() is None
+    assert half.half.build_connector_meta(SchedulerOutput()) is None
 
 
 @pytest.mark.parametrize("name", ["request_started", "request_finished"])
 def test_a_lease_is_released_however_the_request_goes_on(name: str) -> None:
     half = Half()
     request = half.add(OFFER)
-    half.half.build_connector_meta()
+    half.half.build_connector_meta(SchedulerOutput())
     getattr(half.half, name)(request)
-    assert half.half.build_connector_meta() == {"release": ["lease"]}
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +178,7 @@ def test_a_peer_that_cannot_be_used_rests(clock: list[float]) -> None:
 def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
     half = Half(FULL, WINDOW, tiers=["tcp://a:1", "tcp://b:1"])
     request = half.add()
-    message = half.half.build_connector_meta()
+    message = half.half.build_connector_meta(SchedulerOutput())
     assert message == {"ask": {"r": [(group, digest) for group in (0, 1) for digest in request.block_hashes]}}
     assert half.match(request) is None
     assert not half.half.asks_again
@@ -241,6 +253,77 @@ def test_a_store_that_has_all_does_not_wait_for_servers(tmp_path: Path, monkeypa
     both.shutdown()
 
 
+# -- saves to a block server ---------------------------------------------------------------------------------------
+
+KEY = BlockKey(b"d" * 32, None, (1, 2, 3, 4))
+
+
+def saving(num_workers: int = 1, role: str = "kv_both") -> Half:
+    half = Half(role=role, num_workers=num_workers, tiers=["tcp://a:1"])
+    for rank in range(num_workers):
+        half.half.update_connector_output(KVConnectorOutput(info=IDENTITY | {"payload_bytes": [100]}, rank=rank))
+    return half
+
+
+def test_blocks_are_saved_while_a_server_takes_them() -> None:
+    half = saving(num_workers=2)
+    request, peers = half.add(), half.half
+
+    def tell(rank: int, state: str) -> tuple[bool, float]:
+        peers.update_connector_output(KVConnectorOutput(info={"store_state": state}, rank=rank))
+        return peers.wants_saves(request), peers.seconds_to_save()
+
+    assert (peers.wants_saves(request), peers.seconds_to_save()) == (False, math.inf), "it was not asked yet"
+    assert tell(0, "open") == (False, math.inf), "the other worker's may take none"
+    assert tell(1, "open") == (True, 0.0)
+    assert tell(1, "away") == (True, math.inf), "what is computed meanwhile is saved later"
+    assert tell(1, "closed") == (False, math.inf)
+    assert tell(1, "open") == (True, 0.0)
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0]
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [], "it was ordered"
+    order = SaveOrder(1, SavedBlocks.of([SavedBlock(0, 1, KEY)]))
+    peers.on_save_finished(order, SaveResult(1, 0, "cancelled"))
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0]
+    peers.on_save_finished(order, SaveResult(1, 1, "ok"))
+    assert peers.seconds_to_save() == 0.0
+    peers.on_save_finished(order, SaveResult(1, 0, "failed", reason="rate"))
+    assert 0 < peers.seconds_to_save() < math.inf
+    peers.set_weights("other")
+    assert peers.seconds_to_save() == math.inf
+
+
+def test_what_must_not_leave_an_engine_is_not_saved() -> None:
+    half = saving()
+    half.half.update_connector_output(KVConnectorOutput(info={"store_state": "open"}))
+    assert half.half.wants_saves(half.add())
+    salted = half.add(cache_salt="secret")
+    assert half.half.wants_saves(salted)
+    half.half._extra["skip_salted"] = True
+    assert not half.half.wants_saves(salted)
+    kept_off = half.add()
+    assert kept_off.sampling_params is not None
+    kept_off.sampling_params.extra_args = {"kv_store": False}
+    assert not half.half.wants_saves(kept_off)
+    reading = saving(role="kv_consumer")
+    assert reading.half.remote_saves is None
+    assert not reading.half.wants_saves(reading.add())
+
+
+def test_puts_of_all_workers_are_counted() -> None:
+    half = saving(num_workers=2)
+    saves, stats = half.half.remote_saves, KVTransferStats()
+    assert saves is not None
+    for rank, counts in enumerate(({"stored": 3}, {"stored": 1, "rate": 1})):
+        report = {"begun": 5, "outcomes": counts, "waiting": 2 + rank}
+        half.half.update_connector_output(KVConnectorOutput(info={"puts": report}, rank=rank))
+    assert saves.has_changed
+    saves.move_to(stats)
+    assert (stats.num_remote_saves_begun, stats.num_remote_saves) == (10, {"stored": 4, "rate": 1})
+    assert (stats.num_waiting_remote_saves, saves.has_changed) == (5, False)
+    saves.move_to(stats)
+    assert (stats.num_remote_saves_begun, stats.num_remote_saves, stats.num_waiting_remote_saves) == (0, {}, 5)
+
+
 # -- several workers -----------------------------------------------------------------------------------------------
 
 OTHER = IDENTITY | {"fingerprint": b"g" * 32, "listen": "tcp://127.0.0.1:98", "incarnation": "j"}
@@ -252,7 +335,7 @@ def test_each_worker_takes_from_the_one_of_its_rank() -> None:
     assert half.match(half.add(OFFER | RANKS)) == NO_MATCH, "one worker has not reported what its blocks are"
     half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
     request, sites = half.add(OFFER | RANKS), [(ADDRESS, "i"), ("tcp://10.0.0.9:5601", "j")]
-    assert half.half.build_connector_meta() == {"keep": [("lease", sites)]}
+    assert half.half.build_connector_meta(SchedulerOutput()) == {"keep": [("lease", sites)]}
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", {"peers": sites, "lease": "lease"})
 
 
@@ -263,7 +346,7 @@ def test_other_numbers_of_workers_and_hosts_that_are_no_peers_are_none(ranks: di
     half = Half(num_workers=2)
     half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
     assert half.match(half.add(OFFER | ranks)) == NO_MATCH
-    assert half.half.build_connector_meta() is None, "nothing is connected to"
+    assert half.half.build_connector_meta(SchedulerOutput()) is None, "nothing is connected to"
 
 
 def test_a_server_must_have_the_parts_of_all_workers() -> None:

@@ -18,9 +18,18 @@ from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.record import make_header
 from quire.sampling_params import SamplingParams
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec
 from quire.wire.kv_peers import pack_bits
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
 
 from .test_peer_scheduler import ADDRESS, FULL, IDENTITY, OFFER, SIZE
 from .test_store_scheduler import FINGERPRINT, PAYLOAD_BYTES
@@ -132,11 +141,11 @@ def test_blocks_are_saved_to_the_store_and_leased_to_peers(both: Both) -> None:
     request = both.add()
     key = BlockKey(request.block_hashes[0], None, (1,))
     assert both.half.wants_saves(request)
-    assert both.half.wants_block(0, key)
+    assert both.half.choose_blocks(0, [key.digest]) == (range(1), 1)
     assert both.half.seconds_to_save() == 0
-    both.half.on_save_finished(SaveOrder(1, []), SaveResult(1, 0, "ok"))
+    both.half.on_save_finished(SaveOrder(1, SavedBlocks()), SaveResult(1, 0, "ok"))
     both.write(request, 3)
-    assert not both.half.wants_block(0, key)
+    assert not both.half.choose_blocks(0, [key.digest]).wanted
     assert both.half.count_stored() == (3, both.directory.count_bytes())
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert both.half.name_lease(request) is None, "nobody asked for its blocks"
@@ -150,14 +159,14 @@ def test_blocks_are_saved_to_the_store_and_leased_to_peers(both: Both) -> None:
 
 
 def test_messages_say_which_part_they_are_for(both: Both) -> None:
-    assert both.half.build_connector_meta() is None
+    assert both.half.build_connector_meta(SchedulerOutput()) is None
     assert both.half.take_message() is None
     request = both.add(OFFER)
-    assert both.half.build_connector_meta() == {"peers": {"keep": [("lease", [(ADDRESS, "i")])]}}
+    assert both.half.build_connector_meta(SchedulerOutput()) == {"peers": {"keep": [("lease", [(ADDRESS, "i")])]}}
     both.half.request_started(request)
-    assert both.half.build_connector_meta() == {"peers": {"release": ["lease"]}}
+    assert both.half.build_connector_meta(SchedulerOutput()) == {"peers": {"release": ["lease"]}}
     both.half.request_finished(request)
-    assert both.half.build_connector_meta() is None
+    assert both.half.build_connector_meta(SchedulerOutput()) is None
     both.half.update_connector_output(KVConnectorOutput(info=None))
 
 

@@ -12,16 +12,27 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.kv_cache.connector import ExternalMatch
-from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler, WriteBudget
+from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler
 from quire.engine.request import Request
 from quire.errors import ConfigError
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
+from quire.kv_store.write_limits import WriteBudget
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from quire.wire.kv_transfer import BlockKey, KVConnectorOutput, LoadOrder, LoadResult, SavedBlock, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    BlockKey,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
 
 from .model import ModelRequest
 
@@ -80,7 +91,7 @@ class Store:
         return match.num_tokens
 
     def wants(self, request: ModelRequest, index: int) -> bool:
-        return self.half.wants_block(0, key_of(request, index))
+        return list(self.half.choose_blocks(0, [request.block_hashes[index]]).wanted) == [0]
 
 
 def key_of(request: ModelRequest, index: int) -> BlockKey:
@@ -171,7 +182,7 @@ def test_a_block_is_wanted_once(stores: Any) -> None:
     assert store.half.wants_saves(cast(Request, request))
     store.write(request, [0])
     assert [store.wants(request, i) for i in (0, 1, 1, 2)] == [False, True, False, True]
-    order = SaveOrder(1, [SavedBlock(0, 1, key_of(request, 1)), SavedBlock(0, 2, key_of(request, 2))])
+    order = SaveOrder(1, SavedBlocks.of(SavedBlock(0, i, key_of(request, i)) for i in (1, 2)))
     store.half.on_save_finished(order, SaveResult(1, 1, "cancelled"))
     assert [store.wants(request, i) for i in (1, 2)] == [False, True]
 
@@ -179,7 +190,7 @@ def test_a_block_is_wanted_once(stores: Any) -> None:
 def test_nothing_is_wanted_while_the_writer_rests(stores: Any) -> None:
     store, request = stores(), request_of(17)
     store.identify()
-    order = SaveOrder(1, [SavedBlock(0, 1, key_of(request, 1))])
+    order = SaveOrder(1, SavedBlocks.of([SavedBlock(0, 1, key_of(request, 1))]))
     store.half.on_save_finished(order, SaveResult(1, 0, "failed", reason="full"))
     assert not store.wants(request, 1)
     assert 0 < store.half.seconds_to_save() < 60
@@ -320,5 +331,5 @@ def test_a_reset_drops_what_is_stored(stores: Any) -> None:
     store.identify()
     assert store.half.reset_cache()
     assert store.num_matched(request) == 0
-    assert store.half.build_connector_meta() == {"reset": True}
-    assert store.half.build_connector_meta() is None
+    assert store.half.build_connector_meta(SchedulerOutput()) == {"reset": True}
+    assert store.half.build_connector_meta(SchedulerOutput()) is None

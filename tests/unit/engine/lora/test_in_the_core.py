@@ -29,7 +29,7 @@ from ..harness import make_config, make_core_request
 
 LORA = LoRARequest("a", 1, "/a")
 NUM_TOKENS = 3
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Slow(FakeExecutor):

@@ -18,6 +18,7 @@ from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.connector import RemoteSaves
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
@@ -117,6 +118,8 @@ class Engine:
             counts = total.num_tier_loads.setdefault(tier, {})
             for outcome, number in outcomes.items():
                 counts[outcome] = counts.get(outcome, 0) + number
+        for outcome, number in new.num_remote_saves.items():
+            total.num_remote_saves[outcome] = total.num_remote_saves.get(outcome, 0) + number
         total.prefix_cache_stats.queries += new.prefix_cache_stats.queries
         total.prefix_cache_stats.hits += new.prefix_cache_stats.hits
 
@@ -570,6 +573,22 @@ def test_pins_have_a_bound_and_what_exceeds_it_is_saved_later(tier: FakeTier) ->
     assert engine.transfers.save_lags[0] == 3.0
 
 
+def test_blocks_that_were_there_are_dropped_and_what_is_put_elsewhere_is_counted(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.exchange.connector.remote_saves = saves = RemoteSaves()
+    engine.add("a")
+    engine.step(2)
+    ((save_id, order),) = engine.exchange.saver.sent.items()
+    engine.exchange.saver.end(SaveResult(save_id, 7, num_present=5), engine.clock.now)
+    saves.add(0, {"begun": 7, "outcomes": {"stored": 2, "present": 5}, "waiting": 0})
+    engine.step()
+    assert len(order.blocks) == 7
+    assert (engine.transfers.num_saved_blocks, engine.transfers.num_dropped_blocks) == (2, {"present": 5})
+    assert len(engine.transfers.save_lags) == 1
+    assert engine.transfers.num_remote_saves == {"stored": 2, "present": 5}
+    engine.finish()
+
+
 def test_a_save_ends_when_its_report_comes_and_not_when_the_loop_takes_it(tier: FakeTier) -> None:
     engine = Engine(tier)
     engine.add("a")
@@ -637,7 +656,7 @@ def test_a_postponed_block_that_is_filled_again_is_not_saved_before_it_is_comput
     """Its content can be hit as soon as the step is scheduled, under the digest that was postponed."""
     engine = postpone(tier)
     pool, hashes = engine.scheduler.kv_cache_manager.block_pool, {b.block_hash: b for b in cached_blocks(engine)}
-    postponed = [pool.blocks[block_id] for block_id in engine.exchange.saver._postponed]
+    postponed = [pool.blocks[block_id] for block_id in engine.exchange.saver.postponed]
     pool.evict_blocks(pool.blocks)
     pool.free_blocks([*postponed, *(b for b in pool.get_new_blocks(39) if b not in postponed)])
     engine.add("b", skips=True)
@@ -886,7 +905,7 @@ def test_a_block_that_a_step_in_flight_fills_is_not_leased(tier: FakeTier) -> No
     """Another request may compute the same content, and its block be found."""
     tier.lease_interval = 1
     engine = Engine(tier)
-    engine.exchange.saver.is_being_filled = lambda block_id: block_id == 3  # type: ignore[method-assign]
+    engine.exchange.saver.find_filled = lambda: {3}  # type: ignore[method-assign]
     engine.add("a", max_tokens=1)
     engine.finish()
     assert engine.leases == {"a": {"lease": "lease 1", "num_tokens": 0}}

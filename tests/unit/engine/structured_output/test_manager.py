@@ -64,7 +64,7 @@ class CountingBackend(GrammarBackend):
         self.is_closed = False
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        self.gate.wait(30)
+        self.gate.wait(120)
         assert params.regex is not None
         self.compiled.append(params.regex)
         if not params.regex.isdigit():
@@ -101,7 +101,7 @@ def structured(request_id: str, last: str, **fields: Any) -> Request:
 def wait(*requests: Request) -> None:
     for request in requests:
         assert request.structured_output is not None
-        request.structured_output.compiling.exception(timeout=30)
+        request.structured_output.compiling.exception(timeout=120)
 
 
 def counting(request_id: str, tokens: list[int]) -> int:

@@ -32,7 +32,7 @@ from quire.wire.sockets import SocketDirectory, make_zmq_socket
 
 from .model_core import make_request
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Sink:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from quire.wire.nodes import (
     read_fleet_key,
 )
 from quire.wire.sockets import SocketDirectory
+from tests.ports import free_ports
 
 FACTS = {"--dtype": "auto", "--block-size": "16"}
 A, B = b"node-a", b"node-b"
@@ -297,8 +297,7 @@ def test_engines_of_both_sides_that_share_experts_meet_at_the_same_addresses(
         def start(self) -> None: ...
 
     monkeypatch.setattr(launcher, "CoordinatorSupervisor", Supervisor)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports()
     key = tmp_path / "key"
     key.write_text(make_fleet_key())
     key.chmod(0o600)

@@ -113,7 +113,7 @@ def ask(path: Path, name: str = "x", id_: int = 1, digest: str | None = None) ->
 
 def test_the_digest_is_of_config_header_and_factors(loading: Loading, tmp_path: Path) -> None:
     path = write_adapter(tmp_path, tensors(num_layers=1))
-    info = loading.loader.load(ask(path)).result(timeout=30)
+    info = loading.loader.load(ask(path)).result(timeout=120)
     whole = (path / "adapter_config.json").read_bytes() + (path / "adapter_model.safetensors").read_bytes()
     assert info.digest == hashlib.sha256(whole).hexdigest()  # peft's files have the factors of a module side by side
     assert info.rank == 4
@@ -121,34 +121,34 @@ def test_the_digest_is_of_config_header_and_factors(loading: Loading, tmp_path: 
     assert adapter.info is info
     assert info.num_bytes == sum(packed.num_bytes for packed in adapter.packed.values())
     assert set(adapter.packed) == {"model.layers.0.self_attn.qkv", "model.layers.0.mlp.down_proj"}
-    assert loading.loader.load(ask(path, digest=info.digest)).result(timeout=30).digest == info.digest
+    assert loading.loader.load(ask(path, digest=info.digest)).result(timeout=120).digest == info.digest
     write_adapter(tmp_path, tensors(num_layers=1, seed=3))
     with pytest.raises(AdapterError, match="were changed since it was loaded"):
-        loading.loader.load(ask(path, digest=info.digest)).result(timeout=30)
+        loading.loader.load(ask(path, digest=info.digest)).result(timeout=120)
 
 
 def test_the_digest_is_the_same_while_steps_run(loading: Loading, tmp_path: Path) -> None:
     path = write_adapter(tmp_path, tensors(num_layers=1))
-    alone = loading.loader.load(ask(path)).result(timeout=30)
+    alone = loading.loader.load(ask(path)).result(timeout=120)
     with injected("lora.pack", lambda *_: loading.loader.note_step()):  # from the second site on
-        changing = loading.loader.load(ask(path, "y", 2)).result(timeout=30)
+        changing = loading.loader.load(ask(path, "y", 2)).result(timeout=120)
     with injected("lora.read", lambda *_: loading.loader.note_step()):
-        beside = loading.loader.load(ask(path, "z", 3)).result(timeout=30)
+        beside = loading.loader.load(ask(path, "z", 3)).result(timeout=120)
     assert alone.digest == changing.digest == beside.digest
 
 
 def test_the_estimate_bounds_what_it_takes(loading: Loading, tmp_path: Path) -> None:
     for rank in (1, 8, 100):
         path = write_adapter(tmp_path / str(rank), tensors(rank, num_layers=1), r=rank)
-        estimate = loading.loader.measure(ask(path).lora_request).result(timeout=30)
-        assert loading.loader.load(ask(path)).result(timeout=30).num_bytes <= estimate
+        estimate = loading.loader.measure(ask(path).lora_request).result(timeout=120)
+        assert loading.loader.load(ask(path)).result(timeout=120).num_bytes <= estimate
 
 
 def test_half_precision_is_widened_exactly(loading: Loading, tmp_path: Path) -> None:
     narrow = {name: value.astype(np.float16) for name, value in tensors(num_layers=1).items()}
     wide = {name: value.astype(np.float32) for name, value in narrow.items()}
     for name, content in (("narrow", narrow), ("wide", wide)):
-        loading.loader.load(ask(write_adapter(tmp_path / name, content))).result(timeout=30)
+        loading.loader.load(ask(write_adapter(tmp_path / name, content))).result(timeout=120)
     x = torch.randn(3, 80)
     first, second = (adapter.packed["model.layers.0.mlp.down_proj"] for adapter in loading.delivered)
     assert torch.equal(first.multiply(x), second.multiply(x))  # type: ignore[attr-defined]
@@ -160,14 +160,14 @@ def test_it_loads_one_after_the_other_and_callers_do_not_wait(loading: Loading, 
 
     def wait(_: str, name: str) -> None:
         names.append(name)
-        assert gate.wait(30)
+        assert gate.wait(120)
 
     with injected("lora.read", wait):
         futures = [loading.loader.load(ask(path, f"a{i}", i + 1)) for i in range(3)]
         assert not any(future.done() for future in futures)
         gate.set()
         for future in futures:
-            future.result(timeout=30)
+            future.result(timeout=120)
     assert names == ["a0", "a1", "a2"]
 
 
@@ -177,5 +177,5 @@ def test_loads_end_with_the_loader(loading: Loading, tmp_path: Path) -> None:
     with injected("lora.read", lambda *_: loading.loader.cancel_all()):
         future = loading.loader.load(ask(path))
         with pytest.raises(AdapterError, match="was removed while it was loaded"):
-            future.result(timeout=30)
+            future.result(timeout=120)
     assert loading.delivered == []

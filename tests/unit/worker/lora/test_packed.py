@@ -45,7 +45,7 @@ class Loading:
         """Returns an adapter's weights, and whether they were packed."""
         names: list[str] = []
         with injected("lora.pack", lambda _, name: names.append(name)):
-            self.loader.load(ask(path, digest=digest)).result(timeout=30)
+            self.loader.load(ask(path, digest=digest)).result(timeout=120)
         weights = self.delivered[-1].packed
         assert all(isinstance(site, NativeLowRank) for site in weights.values())
         return dict(weights), bool(names)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_a_second_load_maps_what_the_first_packed(make: Make, adapter: Path) -> 
     weights, was_packed = make().load(adapter)
     assert was_packed
     second = make()
-    assert second.loader.measure(ask(adapter).lora_request).result(timeout=30) == sum(
+    assert second.loader.measure(ask(adapter).lora_request).result(timeout=120) == sum(
         site.num_bytes for site in weights.values()
     )
     mapped, was_packed = second.load(adapter)
@@ -132,7 +132,7 @@ def test_a_file_that_changes_while_it_is_read_gets_no_link(make: Make, adapter: 
     with injected("lora.pack", lambda *_: os.utime(adapter / "adapter_model.safetensors")):
         future = loading.loader.load(ask(adapter))
         with pytest.raises(AdapterError, match="was changed while it was read"):
-            future.result(timeout=30)
+            future.result(timeout=120)
     assert make().load(adapter)[1]
 
 

@@ -91,7 +91,7 @@ def test_slots_are_used_again_and_dropped_adapters_change_nothing(
     engine.worker.drop_adapter((2, 0))
     assert tokens(engine, requests["a"]) == with_adapter["a"]
     load = AdapterLoad(LoRARequest("b", 2, str(adapters["c"])), 1)  # the next revision of b
-    engine.worker.load_adapter(load).result(timeout=30)
+    engine.worker.load_adapter(load).result(timeout=120)
     table.begin_step()
     assert table.slot_of(new(load.lora_request, revision=1)) == 1
     assert tokens(engine, None) == base
@@ -121,9 +121,9 @@ def test_loading_again_under_the_same_key_replaces(engine: LoRAWorker, adapters:
     request = engine.load({"a": adapters["a"]})["a"]
     before = tokens(engine, request)
     engine.worker.drop_adapter((1, 0))
-    engine.worker.load_adapter(AdapterLoad(request, 0)).result(timeout=30)
+    engine.worker.load_adapter(AdapterLoad(request, 0)).result(timeout=120)
     assert tokens(engine, request) == before
-    engine.worker.load_adapter(AdapterLoad(LoRARequest("a", 1, str(adapters["b"])), 0)).result(timeout=30)
+    engine.worker.load_adapter(AdapterLoad(LoRARequest("a", 1, str(adapters["b"])), 0)).result(timeout=120)
     assert tokens(engine, request) != before
     assert len(table_of(engine)._installed) == 1
 
@@ -139,7 +139,7 @@ def test_what_is_dropped_before_a_step_is_freed_at_once(engine: LoRAWorker, adap
     table.begin_step()
     assert table.slot_of(new(requests["c"])) == 0
     assert list(table._installed) == [(3, 0)]
-    engine.worker.load_adapter(AdapterLoad(requests["c"], 0)).result(timeout=30)
+    engine.worker.load_adapter(AdapterLoad(requests["c"], 0)).result(timeout=120)
     engine.worker.drop_adapter((3, 0))  # both the one that is installed and the one that has arrived
     table.begin_step()
     assert not table._installed

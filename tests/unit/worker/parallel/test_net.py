@@ -85,7 +85,7 @@ def test_an_abort_ends_the_wait_for_another_machine() -> None:
 
     def work(own: NetCollectives) -> str:
         if own.group.index == 0:
-            gone.wait(30)
+            gone.wait(120)
             return "gone"
         own.abort()
         start = time.monotonic()
@@ -115,7 +115,7 @@ def test_a_machine_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatc
 
     def work(own: NetCollectives) -> None:
         if own.group.index == 0:
-            assert done.wait(30)
+            assert done.wait(120)
             return
         with pytest.raises(BarrierError, match="another machine did not finish their part of the step in time"):
             own.ready()

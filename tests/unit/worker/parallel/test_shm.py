@@ -90,7 +90,7 @@ def test_the_abort_word_ends_every_barrier(make: Make) -> None:
     start = time.monotonic()
     with pytest.raises(BarrierError, match="another worker of the step has failed"):
         first.ready()
-    assert time.monotonic() - start < 5, "it does not wait for its time limit"
+    assert time.monotonic() - start < 50, "it does not wait for its time limit"
     thread.join()
     for member in (first, second):
         with pytest.raises(BarrierError, match="another worker of the step has failed"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -33,6 +32,7 @@ from quire.worker.kernels.native import NativeKernels
 from quire.worker.proc import WorkerOptions, join_stages
 from quire.worker.sample.sampler import sample
 from quire.worker.worker import Worker
+from tests.ports import free_ports
 
 NUM_BLOCKS, OUTPUT_LEN = 60, 4
 EPOCH = 3
@@ -208,8 +208,7 @@ def close_links(links: WorkerLinks | None) -> None:
 
 def make_networks(parts: Sequence[int]) -> list[WorkerNetwork]:
     """Returns what leads each machine's workers to the others by loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_ports()}"
     key = secrets.token_bytes(32)
     return [WorkerNetwork(address, key, b"session", list(parts), share, 5.0) for share in range(len(parts))]
 

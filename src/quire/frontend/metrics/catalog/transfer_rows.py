@@ -121,6 +121,29 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         samples=lambda transfers: labelled(transfers.num_dropped_blocks),
     ),
     of_transfers(
+        name="kv_remote_saves_begun",
+        kind="counter",
+        help="Records of KV blocks that were to be put to a block server. They are those by outcome, and those that "
+        "wait.",
+        value=attrgetter("num_remote_saves_begun"),
+    ),
+    of_transfers(
+        name="kv_remote_saves_waiting",
+        kind="gauge",
+        help="Records of KV blocks that wait to be put to a block server.",
+        value=attrgetter("num_waiting_remote_saves"),
+    ),
+    of_transfers(
+        name="kv_remote_saves",
+        kind="counter",
+        help="Records of KV blocks that were to be put to a block server, by outcome. stored: it has written it. "
+        "present: it had it. full, rate, error: it has not written it, or did not answer. gone: it was deleted here "
+        "before. refused: it takes none. pins: its block was needed here.",
+        labels=("outcome",),
+        known=each(("stored", "present", "full", "rate", "error", "gone", "refused", "pins")),
+        samples=lambda transfers: labelled(transfers.num_remote_saves),
+    ),
+    of_transfers(
         name="kv_leases",
         kind="counter",
         help="Leases of KV blocks to other engines that have ended, by end. broken: the blocks were needed here.",
