@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 
 from quire.config.flags import flag, parse_human_int
-from quire.config.kv_transfer import KVTransferConfig
+from quire.config.kv_transfer import PARTS, KVTransferConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
@@ -226,6 +226,12 @@ class EngineConfig:
     def with_engines(self, num_engines: int, generation: int) -> EngineConfig:
         """Returns the same for another number of engines that share experts: `ParallelConfig.with_engines`."""
         return dataclasses.replace(self, parallel_config=self.parallel_config.with_engines(num_engines, generation))
+
+    @property
+    def transfer_parts(self) -> dict[str, EngineConfig]:
+        """The same with the store's part of a connector of two parts, and with the peers', by name (`PARTS`)."""
+        parts = (dataclasses.replace(self, kv_transfer_config=part) for part in self.kv_transfer_config.parts)
+        return dict(zip(PARTS, parts, strict=True))
 
 
 def describe_engine(config: EngineConfig) -> dict[str, str]:

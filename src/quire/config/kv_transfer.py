@@ -24,6 +24,8 @@ BOTH = "StoreConnector and PeerConnector"
 """A store and peers in one engine; the name is not one to be given."""
 PARTS = ("store", "peers")
 """Names of the two in messages, in the order of `KVTransferConfig.parts`."""
+PART = "part"
+"""Key of messages that have the name of one of them."""
 FOREIGN = "ForeignConnector"
 """Connectors that are written for vLLM's interface; the name is not one to be given."""
 FOREIGN_TIMEOUT_S = 30.0

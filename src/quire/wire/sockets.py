@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.utils.z85
+from zmq.utils.monitor import recv_monitor_message
 
 from quire.errors import ConfigError
 
@@ -281,3 +282,29 @@ def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a door no peer enters
     else:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.peer_public)
+
+
+class ConnectionState:
+    """The state of the one connection that a socket makes, by its handshakes. Belongs to the socket's thread."""
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._socket = socket
+        self.monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        """The socket that can be read when there is something to `follow`."""
+        self.is_up = False
+        self.was_up = False
+        """True once the other side has proved that it has the key."""
+        self.was_rejected = False
+        """True once the other side has ended a connection without having proved it."""
+
+    def follow(self) -> None:
+        """Takes in what has become of the connection."""
+        while self.monitor.poll(0):
+            self.is_up = recv_monitor_message(self.monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+            self.was_up |= self.is_up
+            self.was_rejected |= not self.was_up
+
+    def close(self) -> None:
+        """Ends the monitor, before the socket is closed."""
+        self._socket.disable_monitor()
+        self.monitor.close(linger=0)

@@ -1,48 +1,45 @@
-"""Addresses that could not be used rest for longer and longer."""
+"""Sources and addresses that could not be used rest for longer and longer."""
 
 from __future__ import annotations
 
 import pytest
 
-from quire.kv_store.peer import rests as rests_module
-from quire.kv_store.peer.rests import Rests
+from quire.kv_store import rests as rests_module
+from quire.kv_store.rests import Rests
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [50.0]
-    monkeypatch.setattr(rests_module.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_each_fault_makes_the_next_rest_twice_as_long(clock: list[float]) -> None:
-    rests, lengths = Rests(), list[float]()
-    assert not rests.is_resting("a")
+def test_each_fault_makes_the_next_rest_twice_as_long() -> None:
+    rests, lengths, now = Rests(), list[float](), 50.0
+    assert not rests.is_resting("a", now)
     for _ in range(6):
-        lengths.append(rests.note_fault("a"))
-        assert rests.seconds_left("a") == lengths[-1]
-        clock[0] += lengths[-1] / 2
-        assert rests.note_fault("a") == lengths[-1], "it rests already"
-        assert rests.is_resting("a")
-        clock[0] += lengths[-1] / 2
-        assert not rests.is_resting("a")
+        lengths.append(rests.note_fault("a", now))
+        assert rests.seconds_left("a", now) == lengths[-1]
+        now += lengths[-1] / 2
+        assert rests.note_fault("a", now) == lengths[-1], "it rests already"
+        assert rests.is_resting("a", now)
+        now += lengths[-1] / 2
+        assert not rests.is_resting("a", now)
     assert lengths == [5, 10, 20, 40, 60, 60]
-    assert not rests.is_resting("b")
+    assert not rests.is_resting("b", now)
     rests.note_good("a")
-    assert rests.note_fault("a") == 5
+    assert rests.note_fault("a", now) == 5
 
 
-def test_a_success_ends_a_rest(clock: list[float]) -> None:
+@pytest.mark.parametrize("ends_rest", [True, False])
+def test_a_success_ends_a_rest_or_shortens_the_next(ends_rest: bool) -> None:
     rests = Rests()
-    rests.note_fault("a")
-    rests.note_good("a")
-    rests.note_good("never seen")
-    assert not rests.is_resting("a")
+    for now in (0.0, 5.0):
+        rests.note_fault("a", now)
+    rests.note_good("a", ends_rest=ends_rest)
+    rests.note_good("never seen", ends_rest=ends_rest)
+    assert rests.is_resting("a", 14.0) != ends_rest
+    assert not rests.is_resting("a", 15.0)
+    assert rests.note_fault("a", 15.0) == 5
 
 
-def test_addresses_are_bounded(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rests_module, "MAX_ADDRESSES", 2)
+def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rests_module, "MAX_NAMES", 2)
     rests = Rests()
-    for address in "abcb":
-        rests.note_fault(address)
-    assert [rests.is_resting(address) for address in "abc"] == [False, True, True]
+    for name in "abcb":
+        rests.note_fault(name, 50.0)
+    assert [rests.is_resting(name, 50.0) for name in "abc"] == [False, True, True]

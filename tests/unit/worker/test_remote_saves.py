@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.kv_store import rests
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import StoreIndex
-from quire.kv_store.peer import client, rests
+from quire.kv_store.peer import client
 from quire.kv_store.peer.client import MAX_IDLE, PeerError, Record
 from quire.kv_store.peer.server import BlockServer, DirectorySource
 from quire.kv_store.record import RecordHeader, RecordMac

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.kv_store.peer import rests
+from quire.kv_store import rests
 from quire.kv_store.peer.client import MAX_IDLE, PeerError
 from quire.wire.kv_peers import RecordName, pack_bits
 from quire.worker.kv_transfer import tiers as tiers_module

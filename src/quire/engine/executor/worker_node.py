@@ -20,7 +20,6 @@ from types import FrameType
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.config.engine import EngineConfig
 from quire.config.server import decode_config
@@ -34,6 +33,7 @@ from quire.wire.nodes import read_fleet_key
 from quire.wire.process import set_process_title
 from quire.wire.serial import Frame
 from quire.wire.shared_memory import set_abort_word
+from quire.wire.sockets import ConnectionState
 from quire.wire.worker_link import (
     BEAT_INTERVAL_S,
     TO_NODE,
@@ -60,7 +60,6 @@ SUCCESSOR_S = 15.0
 """Time for another core to take the place of one that has ended in good order; after it the server has ended."""
 LINGER_MS = 1000
 """Time in which the last messages may still be sent."""
-_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class _Connection:
@@ -70,24 +69,16 @@ class _Connection:
         identity = b"workers" + secrets.token_bytes(8)
         self._end = SecureEnd(address, fleet_key, silence_s, bind=False, identity=identity, linger_ms=LINGER_MS)
         self.socket = self._end.socket
-        self.monitor = self.socket.get_monitor_socket(_EVENTS)
-        self.is_up = self.was_up = self.was_rejected = False
+        self.state = ConnectionState(self.socket)
 
     @property
     def is_lost(self) -> bool:
         """True once there was a connection and it has ended."""
-        return self.was_up and not self.is_up
-
-    def follow(self) -> None:
-        """Takes in what has become of the connection."""
-        while self.monitor.poll(0):
-            self.is_up = recv_monitor_message(self.monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
-            self.was_up |= self.is_up
-            self.was_rejected |= not self.was_up
+        return self.state.was_up and not self.state.is_up
 
     def send(self, message: msgspec.Struct, frames: Sequence[Frame] = ()) -> None:
         """Sends a message, unless there is no connection."""
-        if self.is_up:
+        if self.state.is_up:
             self.socket.send_multipart(with_head(message, frames))
 
     def receive(self) -> tuple[ToWorkersNode, list[bytes]] | None:
@@ -102,8 +93,7 @@ class _Connection:
 
     def close(self) -> None:
         """Closes the connection."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        self.state.close()
         self._end.close()
 
 
@@ -197,7 +187,7 @@ class WorkersNode:
                 )
             link.send(hello)
             self.wait(link, [])
-            if link.was_rejected and not self._has_said and not link.was_up:
+            if link.state.was_rejected and not self._has_said and not link.state.was_up:
                 self._has_said = True
                 logger.warning("%s has ended the connection: is it a server with the same --fleet-key?", address)
             while (received := link.receive()) is not None:
@@ -211,11 +201,11 @@ class WorkersNode:
     def wait(self, link: _Connection, sources: list[object], timeout_s: float = BEAT_INTERVAL_S) -> set[object]:
         """Waits until there is something to do. Returns the sources that can be read."""
         poller = zmq.Poller()
-        for source in (link.socket, link.monitor, self._wakeup.fd, *sources):
+        for source in (link.socket, link.state.monitor, self._wakeup.fd, *sources):
             poller.register(source, zmq.POLLIN)
         ready = {source for source, _ in poller.poll(math.ceil(1000 * timeout_s))}
         self._wakeup.clear()
-        link.follow()
+        link.state.follow()
         return ready
 
     # -- with workers -------------------------------------------------------------------------------------------------
@@ -298,7 +288,7 @@ class _Relay:
             self._node.wait(self._link, [*(ring.waker for ring in rings), *fds, self._late], timeout_s)
         for ring in sleeping:
             ring.end_sleep()
-        self._link.follow()
+        self._link.state.follow()
 
     def _send_answers(self) -> None:
         group, link = self._group, self._link
@@ -336,7 +326,7 @@ class _Relay:
             pass  # the loop finds out why
 
     def _check(self) -> None:
-        self._link.follow()
+        self._link.state.follow()
         self._note_ends()
         if self._link.is_lost or self._node.is_asked or self._gone:
             raise _StopError

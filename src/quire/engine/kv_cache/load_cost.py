@@ -9,15 +9,13 @@ more pay, so a source loads all that it has or nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from quire.kv_store.rests import Rests
 
 START_S = 0.001
 """t0: from the order to the first read."""
 LATE_FACTOR, LATE_S = 2.0, 0.05
 """A load is late after so many times its predicted time and these seconds."""
 STALL_S = 2.0
-REST_S, MAX_REST_S = 5.0, 60.0
-"""First rest of a source; each one that follows without a good load between them is twice as long, up to the most."""
 QUARANTINE_S = 5.0
 """Time after which nothing waits any more for the blocks of a transfer that was given up."""
 NEVER = float("inf")
@@ -27,15 +25,6 @@ _NEW_SHARE = 0.3
 """Weight of a new rate in the average."""
 _DECAY = 0.95
 """Weight that a step keeps when the next one is added to the fit."""
-
-
-@dataclass
-class _Source:
-    rate: float | None = None
-    """Bytes per second; None: nothing was loaded yet."""
-    rest_s: float = 0.0
-    """Length of the last rest; 0: it has not stalled since its last good load."""
-    rests_until: float = float("-inf")
 
 
 class ComputeFit:
@@ -93,7 +82,9 @@ class LoadCost:
         """A load without progress for so long has stalled: its source rests."""
         self.compute = ComputeFit()
         self._min_load_tokens, self._load_bias = min_load_tokens, load_bias
-        self._sources: dict[str, _Source] = {}
+        self._rates: dict[str, float] = {}
+        """Bytes per second, of sources that something was loaded from."""
+        self._rests = Rests()
 
     # -- the choice --------------------------------------------------------------------------------------------
 
@@ -112,7 +103,7 @@ class LoadCost:
 
     def predict_load(self, source: str, num_tokens: int, queued_tokens: int = 0) -> float | None:
         """Returns the seconds until `num_tokens` are loaded; None: the source was never measured."""
-        rate = self._of(source).rate
+        rate = self._rates.get(source)
         return None if rate is None else START_S + (queued_tokens + num_tokens) * self.bytes_per_token / rate
 
     def predict_total(self, source: str, start: int, num_tokens: int, queued_tokens: int, end: int) -> float:
@@ -133,25 +124,21 @@ class LoadCost:
     def note_load(self, source: str, num_bytes: int, seconds: float) -> None:
         """Notes bytes that were read."""
         if num_bytes > 0 and seconds > 0.0:
-            of, rate = self._of(source), num_bytes / seconds
-            of.rate = rate if of.rate is None else of.rate + _NEW_SHARE * (rate - of.rate)
+            if source not in self._rates and len(self._rates) >= MAX_SOURCES:
+                del self._rates[next(iter(self._rates))]
+            rate = num_bytes / seconds
+            before = self._rates.get(source, rate)
+            self._rates[source] = before + _NEW_SHARE * (rate - before)
 
     def note_good(self, source: str) -> None:
-        """Notes a load without fault: the source's next rest is a short one."""
-        self._of(source).rest_s = 0.0
+        """Notes a load without fault: the source's next rest is a short one. It may have begun before the last stall,
+        so a rest that has begun goes on."""
+        self._rests.note_good(source, ends_rest=False)
 
     def note_stall(self, source: str, now: float) -> None:
-        """Notes a load without progress: the source rests."""
-        of = self._of(source)
-        if not self.is_resting(source, now):  # several that stall together are one stall
-            of.rest_s = min(2 * of.rest_s, MAX_REST_S) if of.rest_s else REST_S
-            of.rests_until = now + of.rest_s
+        """Notes a load without progress: the source rests. Several that stall together are one stall."""
+        self._rests.note_fault(source, now)
 
     def is_resting(self, source: str, now: float) -> bool:
         """Returns whether nothing is loaded from a source, because it has stalled."""
-        return now < self._of(source).rests_until
-
-    def _of(self, source: str) -> _Source:
-        if source not in self._sources and len(self._sources) >= MAX_SOURCES:
-            del self._sources[next(iter(self._sources))]
-        return self._sources.setdefault(source, _Source())
+        return self._rests.is_resting(source, now)

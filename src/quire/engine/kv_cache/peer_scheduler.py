@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -32,7 +33,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, ValidationError
 from quire.kv_store.directory import StoreDirectory, has_key
 from quire.kv_store.peer.client import PeerList
-from quire.kv_store.peer.rests import Rests
+from quire.kv_store.rests import Rests
 from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
@@ -198,7 +199,7 @@ class PeerScheduler(KVConnectorScheduler):
         if any(reach is not None for reach in reaches) and end != num_held:
             return NO_MATCH
         address = sites[0][0]
-        if end <= start or self._rests.is_resting(address) or not self._are_provable(start, end):
+        if end <= start or self._rests.is_resting(address, time.monotonic()) or not self._are_provable(start, end):
             return NO_MATCH
         load = {"peers": sites, "lease": params.remote_request_id}
         return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
@@ -212,7 +213,7 @@ class PeerScheduler(KVConnectorScheduler):
         num_tokens = find_longest_match(
             self.specs, request, start, lambda group_id, digest: places.get((group_id, digest), False)
         )
-        is_resting = self._rests.is_resting(address)
+        is_resting = self._rests.is_resting(address, time.monotonic())
         if not num_tokens or is_resting or not self._are_provable(start, start + num_tokens):
             return NO_MATCH
         return ExternalMatch(num_tokens, f"{TIER}:{address}", {"peers": [(address, "")] * self._num_workers})
@@ -227,7 +228,7 @@ class PeerScheduler(KVConnectorScheduler):
         if result.outcome == "ok":
             self._rests.note_good(address)
         elif result.reason in (UNFIT if "lease" in params else UNTRUE):
-            seconds = self._rests.note_fault(address)
+            seconds = self._rests.note_fault(address, time.monotonic())
             logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, result.reason)
 
     # -- saves -------------------------------------------------------------------------------------------------

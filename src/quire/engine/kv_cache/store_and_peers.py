@@ -6,12 +6,11 @@ have a part for each (`PARTS`). Blocks are saved to the store, and leased to pee
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.config.kv_transfer import PARTS
+from quire.config.kv_transfer import PART, PARTS
 from quire.engine.kv_cache.connector import NO_MATCH, BlockChoice, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
@@ -29,8 +28,6 @@ from quire.wire.kv_transfer import (
     SaveResult,
 )
 
-PART = "part"
-
 
 class StoreAndPeersScheduler(KVConnectorScheduler):
     """Passes calls on to the two schedulers, which do not know of one another."""
@@ -41,7 +38,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, kv_cache_config)
-        of_store, of_peers = _configs(config)
+        of_store, of_peers = config.transfer_parts.values()
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         self.audits, self.stored = self._store.audits, self._store.stored
@@ -50,7 +47,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
-        of_store, of_peers = _configs(config)
+        of_store, of_peers = config.transfer_parts.values()
         PeerScheduler.check_config(of_peers)  # the store makes a key, which a block server would not know
         StoreScheduler.check_config(of_store)
 
@@ -152,12 +149,6 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def shutdown(self) -> None:
         for part in self._parts.values():
             part.shutdown()
-
-
-def _configs(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
-    """Returns the configurations of the store and of the peers."""
-    store, peers = (dataclasses.replace(config, kv_transfer_config=part) for part in config.kv_transfer_config.parts)
-    return store, peers
 
 
 def _part_of(order: LoadOrder) -> str:

@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire import envs
 from quire.config.engine import EngineConfig, describe_engine
@@ -55,7 +54,7 @@ from quire.wire.nodes import (
 )
 from quire.wire.process import set_process_title
 from quire.wire.shared_memory import make_experts_file
-from quire.wire.sockets import CurveKeys, SocketDirectory, make_zmq_socket
+from quire.wire.sockets import ConnectionState, CurveKeys, SocketDirectory, make_zmq_socket
 
 logger = init_logger(__name__)
 
@@ -63,7 +62,6 @@ FAREWELL_MS = 1000
 """Longest time in which the last report may still be sent."""
 TAKE_OVER_S = 5.0
 """Time in which the head moves the requests of a machine that ends, beyond --shutdown-timeout."""
-_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class NodeState:
@@ -143,26 +141,21 @@ class HeadConnection:
     def __init__(self, context: zmq.Context[Any], address: str, keys: CurveKeys) -> None:
         self.keys = keys
         self.address = address
-        self.is_up = False
-        self.was_up = False
-        """True once the head has proved that it has the same key."""
-        self._was_rejected = False
+        self._has_said = False
+        """True once a rejection was logged."""
         self.last_heard = time.monotonic()
         identity = b"node" + secrets.token_bytes(8)  # it must not begin with a zero byte
         self.socket = make_zmq_socket(
             context, address, zmq.DEALER, bind=False, identity=identity, linger_ms=FAREWELL_MS, curve=self.keys
         )
-        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        self.state = ConnectionState(self.socket)
 
     def follow(self) -> None:
         """Takes in what has become of the connection."""
-        while self.monitor.poll(0):
-            self.is_up = recv_monitor_message(self.monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
-            if self.is_up:
-                self.was_up = True
-            elif not self.was_up and not self._was_rejected:
-                self._was_rejected = True
-                logger.warning("%s has ended the connection: is it a server with the same --fleet-key?", self.address)
+        self.state.follow()
+        if self.state.was_rejected and not self.state.was_up and not self._has_said:
+            self._has_said = True
+            logger.warning("%s has ended the connection: is it a server with the same --fleet-key?", self.address)
 
     def receive(self) -> list[ToNode]:
         """Returns the messages that have come."""
@@ -178,13 +171,12 @@ class HeadConnection:
 
     def send(self, message: FromNode) -> None:
         """Sends a message, unless there is no connection: the next one says the same."""
-        if self.is_up:
+        if self.state.is_up:
             self.socket.send(msgspec.msgpack.encode(message))
 
     def close(self) -> None:
         """Closes the connection."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
+        self.state.close()
         self.socket.close()
 
 
@@ -289,7 +281,7 @@ class NodeAgent:
         else:
             head.send(self._make_hello())
         poller = zmq.Poller()
-        for source in (head.socket, head.monitor, self._wakeup.fd):
+        for source in (head.socket, head.state.monitor, self._wakeup.fd):
             poller.register(source, zmq.POLLIN)
         ready = {source for source, _ in poller.poll(int(1000 * BEAT_INTERVAL_S))}
         if self._wakeup.fd in ready:

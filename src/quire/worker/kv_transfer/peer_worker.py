@@ -17,9 +17,9 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer.client import PeerClient, PeerError
-from quire.kv_store.peer.rests import Rests
 from quire.kv_store.peer.server import BlockServer, BlockSource, Record
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
+from quire.kv_store.rests import Rests
 from quire.logger import init_logger
 from quire.wire.kv_peers import RecordName, Release, Renew
 from quire.wire.kv_transfer import (
@@ -394,13 +394,13 @@ class PeerWorker(RecordWorker):
     def _send(self, place: tuple[str, str], message: Renew | Release) -> None:
         """Sends a peer what needs no answer. One that cannot be reached ends its leases itself."""
         namespace = self.namespace
-        if namespace is None or self._rests.is_resting(place[0]):
+        if namespace is None or self._rests.is_resting(place[0], time.monotonic()):
             return
         try:
             with self._client.connect(place[0], namespace.fingerprint, place[1]) as peer:
                 peer.send(message)
         except PeerError as e:
             if e.reason != "stale":
-                self._rests.note_fault(place[0])
+                self._rests.note_fault(place[0], time.monotonic())
         else:
             self._rests.note_good(place[0])

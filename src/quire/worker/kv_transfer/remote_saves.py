@@ -6,7 +6,7 @@ already: their records wait in a bounded queue, and are read from the directory 
 server that is away, too.
 
 Whatever the server does costs a bound: an answer may take SILENCE_S, and a server with a fault rests
-(`kv_store/peer/rests.py`). It is tried again without any record.
+(`kv_store/rests.py`). It is tried again without any record.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Literal
 from quire.kv_store.access import RecordBuffer, RecordReader
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerConnection, PeerError, Record
-from quire.kv_store.peer.rests import MAX_REST_S, Rests
 from quire.kv_store.record import InvalidRecordError, RecordHeader, RecordMac
+from quire.kv_store.rests import MAX_REST_S, Rests
 from quire.logger import init_logger
 from quire.wire.kv_peers import MAX_KEYS
 from quire.wire.kv_transfer import KVConnectorOutput, SaveOrder, SaveResult, TransferOutcome
@@ -205,7 +205,11 @@ class RemoteSaver:
                 is_awaited = bool(self._saves or (self._copies and self._state != "away"))
                 if self._is_over() or (self._stop_at is not None and not is_awaited):
                     return None
-                left = self._rests.seconds_left(self._address) if self._state in ("away", "closed") else None
+                left = (
+                    self._rests.seconds_left(self._address, time.monotonic())
+                    if self._state in ("away", "closed")
+                    else None
+                )
                 if self._fingerprint is not None and (self._state is None or left == 0.0):
                     return ()
                 if self._saves:
@@ -307,14 +311,14 @@ class RemoteSaver:
     # -- reports -----------------------------------------------------------------------------------------------
 
     def _note_fault(self, why: object) -> None:
-        seconds = self._rests.note_fault(self._address)
+        seconds = self._rests.note_fault(self._address, time.monotonic())
         if self._state != "away":
             logger.warning("nothing is stored at %s for %.0f s: %s", self._address, seconds, why)
         self._set_state("away")
 
     def _set_state(self, state: ServerState) -> None:
         if state == "closed":
-            self._rests.begin(self._address, MAX_REST_S)
+            self._rests.begin(self._address, MAX_REST_S, time.monotonic())
         elif state == "open":
             self._rests.note_good(self._address)
         with self._lock:

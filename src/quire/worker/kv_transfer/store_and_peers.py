@@ -6,19 +6,17 @@ store has written is put to the block server of the other, if there is one that 
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from itertools import count
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.config.kv_transfer import PARTS
+from quire.config.kv_transfer import PART, PARTS
 from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadResult, SaveResult, renumber
 from quire.worker.kv_transfer.peer_worker import PeerWorker
 from quire.worker.kv_transfer.store_worker import StoreWorker
 from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker, Report
 
-PART = "part"
 STORE, PEERS = PARTS
 
 
@@ -58,9 +56,7 @@ class StoreAndPeersWorker(KVConnectorWorker):
     """Divides orders, and joins reports."""
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
-        of_store, of_peers = (
-            dataclasses.replace(config, kv_transfer_config=part) for part in config.kv_transfer_config.parts
-        )
+        of_store, of_peers = config.transfer_parts.values()
         store = StoreWorker(of_store, rank)
         peers = PeerWorker(of_peers, rank, store.directory)
         if peers.saver is not None:

@@ -2,7 +2,7 @@
 
 A request waits for the answer, so it is bounded: a server has ASK_S, whatever it does. One that fails is not asked
 again before a question of its own thread, which no request waits for, was answered; that is tried after rests that
-become longer (`kv_store/peer/rests.py`).
+become longer (`kv_store/rests.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
-from quire.kv_store.peer.rests import Rests
+from quire.kv_store.rests import Rests
 from quire.logger import init_logger
 from quire.wire.kv_peers import RecordName, pack_bits
 
@@ -99,7 +99,7 @@ class _Server:
     def _note_fault(self, why: object) -> None:
         with self._lock:
             is_first, self._is_dead = not self._is_dead, True
-            seconds = self._rests.note_fault(self.address)
+            seconds = self._rests.note_fault(self.address, time.monotonic())
         if is_first:
             self._questions.put(_WAKE)  # the thread sleeps until the next question
             logger.warning("the block server %s is not asked for %.0f s: %s", self.address, seconds, why)
@@ -107,7 +107,7 @@ class _Server:
     def _run(self) -> None:
         while not self._is_stopped.is_set():
             with self._lock:
-                left = self._rests.seconds_left(self.address) if self._is_dead else None
+                left = self._rests.seconds_left(self.address, time.monotonic()) if self._is_dead else None
             try:
                 question = self._questions.get(timeout=left)
             except queue.Empty:
@@ -156,7 +156,7 @@ class _Server:
         except Exception as e:
             logger.debug("the block server %s: %s", self.address, e)
             with self._lock:
-                self._rests.note_fault(self.address)
+                self._rests.note_fault(self.address, time.monotonic())
         else:
             self._is_dead = False
             logger.info("the block server %s answers again", self.address)

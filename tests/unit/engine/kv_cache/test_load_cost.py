@@ -6,14 +6,13 @@ import pytest
 
 from quire.engine.kv_cache.load_cost import (
     LATE_S,
-    MAX_REST_S,
-    REST_S,
     STALL_S,
     START_S,
     ComputeFit,
     LoadCost,
     count_pairs,
 )
+from quire.kv_store.rests import MAX_REST_S, REST_S
 
 A, C = 0.001, 1e-7
 BYTES_PER_TOKEN = 12288

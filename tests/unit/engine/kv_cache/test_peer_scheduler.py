@@ -148,7 +148,7 @@ def test_windows_are_taken_only_whole() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [50.0]
-    monkeypatch.setattr("quire.kv_store.peer.rests.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("quire.engine.kv_cache.peer_scheduler.time.monotonic", lambda: now[0])
     return now
 
 
