@@ -45,6 +45,7 @@ class Tier:
         self.is_used = simulation.world.has_tier
         self.store = FakeTier("simulation")
         self.store.lease_interval = (simulation.world.tier_seed or 0) % 3
+        self.store.most_at_once = (1 << 30, 3, 1)[(simulation.world.tier_seed or 0) // 6 % 3]
         self.store.has_peer = (simulation.world.tier_seed or 0) % 2 == 1
         self.clock = TierClock()
         self._rng = random.Random(simulation.world.tier_seed)
