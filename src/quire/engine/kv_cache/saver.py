@@ -35,22 +35,14 @@ class _Candidates:
         self.adapters: list[str] = []
         """Digests of their adapters."""
 
-    def add(
-        self, table: list[KVCacheBlock], hashes: list[BlockHash | None], adapter: str, places: Sequence[int]
-    ) -> None:
-        """Adds the blocks at `places` of `table`, whose hashes begin with the one before them."""
-        if len(places) == len(table):
-            self.blocks += table
-            self.digests += hashes[1:]  # type: ignore[arg-type]  # only the first may be None
-            self.parents += hashes[:-1]
-            self.adapters += [adapter] * len(table)
-            return
-        for place in places:
-            digest = hashes[place + 1]
-            assert digest is not None
-            self.add_one(table[place], digest, hashes[place], adapter)
+    def add_all(self, table: list[KVCacheBlock], hashes: list[BlockHash | None], adapter: str) -> None:
+        """Adds blocks that follow one another; `hashes` begin with that of the one before them."""
+        self.blocks += table
+        self.digests += hashes[1:]  # type: ignore[arg-type]  # only the first may be None
+        self.parents += hashes[:-1]
+        self.adapters += [adapter] * len(table)
 
-    def add_one(self, block: KVCacheBlock, digest: BlockHash, parent: BlockHash | None, adapter: str) -> None:
+    def add(self, block: KVCacheBlock, digest: BlockHash, parent: BlockHash | None, adapter: str) -> None:
         """Adds a block."""
         self.blocks.append(block)
         self.digests.append(digest)
@@ -220,14 +212,14 @@ class BlockSaver:
             if request.block_hashes[start:stop] != hashes[1:] or len(stored) < stop:
                 return  # its adapter was loaded again since, and is another
             hashes = [stored[start - 1] if start else None, *stored[start:stop]]
-        pool, may_lack = self._manager.block_pool, self._manager.drops_blocks
+        has_all = not self._manager.drops_blocks and self._manager.block_pool.forgotten_at <= noted_at
         for table, of_group in zip(tables, candidates, strict=True):
-            places: Sequence[int] = range(len(table))
-            if may_lack or pool.forgotten_at > noted_at:
-                places = [i for i in places if table[i].forgotten_at <= noted_at]
-            if positions:
-                places = [i for i in places if (start + i in positions) is is_among]
-            of_group.add(table, hashes, adapter, places)
+            if not positions and (has_all or max([block.forgotten_at for block in table]) <= noted_at):
+                of_group.add_all(table, hashes, adapter)
+                continue
+            for i, block in enumerate(table):
+                if block.forgotten_at <= noted_at and (not positions or (start + i in positions) is is_among):
+                    of_group.add(block, hashes[i + 1] or b"", hashes[i], adapter)
 
     def _offer(self, group_id: int, candidates: _Candidates, draft: _Draft) -> tuple[int, int]:
         """Adds blocks to a new order if the store wants them, as far as there are pins. Returns the number of leading
@@ -301,7 +293,7 @@ class BlockSaver:
                 continue
             candidates = _Candidates()
             for block_id, one in found:
-                candidates.add_one(self._manager.block_pool.blocks[block_id], one.digest, one.parent, one.adapter)
+                candidates.add(self._manager.block_pool.blocks[block_id], one.digest, one.parent, one.adapter)
             num_decided, num_taken = self._offer(group_id, candidates, draft)
             self._drop("present", num_decided - num_taken)
             computed_at = min([computed_at, *[one.computed_at for _, one in found[:num_decided]]])
