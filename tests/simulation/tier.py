@@ -143,7 +143,7 @@ class Tier:
         """The end of all transfers."""
         if not self.is_used:
             return
-        self.store.asks_again, self.store.takes_saves = False, True
+        self.store.asks_again, self.store.takes_saves, self.store.most_at_once = False, True, 1 << 30
         self.worker.manners = ["good"]
         self.worker.free()
         self.exchange.link.put(KVConnectorOutput())  # as when the store becomes able to take blocks
