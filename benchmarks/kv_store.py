@@ -6,7 +6,7 @@ taken from another engine.
 reading: GB/s of records into blocks, beside the file alone and the tags alone (goal: 85 % of the lower one).
 restart: seconds to the first token of a long prompt: computed, and read by an engine that was killed and started again,
 with the file pages in memory and dropped; how long the last block took to be stored.
-cost: output tokens per second of prompts that share nothing, with and without the store, in turns.
+cost: tokens per second of W2 and W4 with a store in which nothing is found, beside none, and processor time.
 pd: seconds from the answer of an engine that prefills to the first token of one that decodes, over loopback (goal: 0.25
 for 4,096 tokens of `half`), beside computing the prompt.
 """
@@ -14,6 +14,7 @@ for 4,096 tokens of `half`), beside computing the prompt.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -31,6 +32,7 @@ import numpy as np
 
 from benchmarks.models import find_checkpoint
 from quire import LLM, SamplingParams
+from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import follow, open_extent, read_into
@@ -148,12 +150,11 @@ def measure_reading(directory: Path) -> None:
 def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8, **options: Any) -> LLM:
     return LLM(
         str(model),
-        max_model_len=MAX_MODEL_LEN,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_num_seqs=max_num_seqs,
         skip_tokenizer_init=True,
         kv_store=None if directory is None else str(directory),
-        **{"kv_store_size": STORE_BYTES, **options},
+        **{"kv_store_size": STORE_BYTES, "max_model_len": MAX_MODEL_LEN, **options},
     )
 
 
@@ -226,24 +227,60 @@ def measure_restart(model: Path, directory: Path, num_tokens: int) -> None:
 # -- cost ----------------------------------------------------------------------------------------------------------
 
 
-def measure_cost(model: Path, directory: Path, num_rounds: int = 5) -> None:
-    """Prompts of 256 tokens that share nothing, 64 output tokens, 8 at once."""
-    shutil.rmtree(directory, ignore_errors=True)
-    llms = {"without": make_llm(model, None), "with": make_llm(model, directory)}
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
-    rates: dict[str, list[float]] = {name: [] for name in llms}
-    seed = 1000
-    for _ in range(num_rounds + 1):
-        for name, llm in llms.items():
-            prompts = [make_prompt(256, seed := seed + 1) for _ in range(16)]
-            start = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            rates[name].append(16 * 64 / (time.perf_counter() - start))
-    without, with_ = (statistics.median(rates[name][1:]) for name in ("without", "with"))
-    print(f"without {without:.1f} tokens/s, with the store {with_:.1f}: {with_ / without:.1%}")
-    for llm in llms.values():
-        llm.shutdown()
-    shutil.rmtree(directory)
+REQUESTS_PER_RUN = {"W2": 8, "W4": 64}
+DRAIN_S = 0.3
+"""Time after a run in which its saves end, so that the next run does not pay for them."""
+
+
+def measure_cost(model: Path, directory: Path, seconds: float) -> None:
+    """Short runs of a workload with the store and without, in the order without, with, with, without, so that a machine
+    that becomes slower or faster changes both alike. Each four give one ratio."""
+    print(f"| {model.name} | fours | tokens/s | processor time of the core |\n|---|--:|--:|--:|", flush=True)
+    for name, num_requests in REQUESTS_PER_RUN.items():
+        shutil.rmtree(directory, ignore_errors=True)
+        llms = [make_llm(model, each, num_requests, max_model_len=4096) for each in (None, directory)]
+        runs, rates, times = itertools.count(), list[float](), list[float]()
+        for llm in llms:
+            time_run(llm, name, next(runs))
+        end = time.monotonic() + seconds / len(REQUESTS_PER_RUN)
+        while time.monotonic() < end:
+            of_four = [time_run(llms[i], name, next(runs)) for i in (0, 1, 1, 0)]
+            (wall_a, cpu_a), (wall_b, cpu_b), (wall_c, cpu_c), (wall_d, cpu_d) = of_four
+            rates.append((wall_a + wall_d) / (wall_b + wall_c))
+            times.append((cpu_b + cpu_c) / (cpu_a + cpu_d))
+        for llm in llms:
+            llm.shutdown()
+        print(f"| {name} | {len(rates)} | {describe_median(rates)} | {describe_median(times)} |", flush=True)
+        shutil.rmtree(directory)
+
+
+def time_run(llm: LLM, workload: str, rep: int) -> tuple[float, float]:
+    """Returns the seconds of a run, and the processor seconds of the core until its saves have ended."""
+    requests = WORKLOADS[workload].make(rep, IdRange(), REQUESTS_PER_RUN[workload])
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True, detokenize=False)
+        for request in requests
+    ]
+    used, start = read_processor_time(llm), time.perf_counter()
+    prompts: Any = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    time.sleep(DRAIN_S)
+    return seconds, read_processor_time(llm) - used
+
+
+def read_processor_time(llm: LLM) -> float:
+    """Returns the seconds that all threads of the core's process have run."""
+    client: Any = llm.llm_engine.engine_core
+    tasks = Path(f"/proc/{client.core_pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def describe_median(ratios: list[float]) -> str:
+    """Returns the median and the interval that holds the true one in 95 of 100 cases, by ranks."""
+    ratios, number = sorted(ratios), len(ratios)
+    rank = max(0, int((number - 1.96 * number**0.5) / 2))
+    return f"{statistics.median(ratios):.1%} ({ratios[rank]:.1%} to {ratios[-1 - rank]:.1%})"
 
 
 # -- prefill and decode apart --------------------------------------------------------------------------------------
@@ -290,6 +327,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("kv-store-benchmark"))
     parser.add_argument("--model", default="half")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seconds", type=float, default=150.0, help="time of cost")
     parser.add_argument("--serve-once", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.parts == ["reading"]:
@@ -304,7 +342,7 @@ def main() -> None:
     if "restart" in args.parts:
         measure_restart(model, args.dir, args.tokens)
     if "cost" in args.parts:
-        measure_cost(model, args.dir)
+        measure_cost(model, args.dir, args.seconds)
     if "pd" in args.parts:
         measure_apart(model, args.dir, args.tokens)
 

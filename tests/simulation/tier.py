@@ -45,6 +45,7 @@ class Tier:
         self.is_used = simulation.world.has_tier
         self.store = FakeTier("simulation")
         self.store.lease_interval = (simulation.world.tier_seed or 0) % 3
+        self.store.most_at_once = (1 << 30, 3, 1)[(simulation.world.tier_seed or 0) // 6 % 3]
         self.store.has_peer = (simulation.world.tier_seed or 0) % 2 == 1
         self.clock = TierClock()
         self._rng = random.Random(simulation.world.tier_seed)
@@ -142,7 +143,7 @@ class Tier:
         """The end of all transfers."""
         if not self.is_used:
             return
-        self.store.asks_again, self.store.takes_saves = False, True
+        self.store.asks_again, self.store.takes_saves, self.store.most_at_once = False, True, 1 << 30
         self.worker.manners = ["good"]
         self.worker.free()
         self.exchange.link.put(KVConnectorOutput())  # as when the store becomes able to take blocks

@@ -40,19 +40,14 @@ class RequestBlocks:
     """Content of block `num_cached_blocks - 1`: the parent of the next."""
 
 
-class FullBlocks(NamedTuple):
-    """Blocks of a request that a step fills, or that it has filled."""
+FullBlocks = tuple[Request, int, int, list[BlockHash], Sequence[list[KVCacheBlock]], int]
+"""Blocks of a request that a step fills, or that it has filled. A plain tuple: one is made for each block in decoding.
 
-    request: Request
-    start: int
-    """Index of the first."""
-    hashes: list[BlockHash | None]
-    """Hash of the block before the first, or None, and those of the blocks."""
-    tables: list[list[KVCacheBlock]]
-    """The blocks, per group; null where a window has passed."""
-    noted_at: int
-    """Number of changes of the cache then: a block that was forgotten later has not this content any more, or has it
-    from a later step."""
+* request; index of the first block, and of the first after them; `block_hashes` of the request then;
+* per group the request's block table, null where a window has passed;
+* number of changes of the cache then: a block that was forgotten later has not this content any more, or has it from a
+  later step.
+"""
 
 
 class LoadingBlocks(NamedTuple):
@@ -404,15 +399,10 @@ class KVCacheManager:
                 request, held.tables, range(held.num_cached_blocks, num_full), self.block_size, held.last_content
             )
             if self.full_blocks is not None:
-                start, hashes = held.num_cached_blocks, request.block_hashes
+                tables = [table[:num_full] for table in held.tables] if self.drops_blocks else held.tables
+                noted_at = self.block_pool.cached_blocks.num_changes
                 self.full_blocks.append(
-                    FullBlocks(
-                        request,
-                        start,
-                        [*hashes[start - 1 : num_full]] if start else [None, *hashes[:num_full]],
-                        [table[start:num_full] for table in held.tables],
-                        self.block_pool.cached_blocks.num_changes,
-                    )
+                    (request, held.num_cached_blocks, num_full, request.block_hashes, tables, noted_at)
                 )
             held.num_cached_blocks = num_full
 

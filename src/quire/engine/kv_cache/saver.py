@@ -35,27 +35,13 @@ class _Candidates:
         self.adapters: list[str] = []
         """Digests of their adapters."""
 
-    def add(
-        self, table: list[KVCacheBlock], hashes: list[BlockHash | None], adapter: str, places: Sequence[int]
-    ) -> None:
-        """Adds the blocks at `places` of `table`, whose hashes begin with the one before them."""
-        if len(places) == len(table):
-            self.blocks += table
-            self.digests += hashes[1:]  # type: ignore[arg-type]  # only the first may be None
-            self.parents += hashes[:-1]
-            self.adapters += [adapter] * len(table)
-            return
-        for place in places:
-            digest = hashes[place + 1]
-            assert digest is not None
-            self.add_one(table[place], digest, hashes[place], adapter)
-
-    def add_one(self, block: KVCacheBlock, digest: BlockHash, parent: BlockHash | None, adapter: str) -> None:
-        """Adds a block."""
-        self.blocks.append(block)
-        self.digests.append(digest)
-        self.parents.append(parent)
-        self.adapters.append(adapter)
+    def add_all(self, blocks: list[KVCacheBlock], hashes: list[BlockHash], start: int, adapter: str) -> None:
+        """Adds the blocks of a request from index `start` on."""
+        stop = start + len(blocks)
+        self.blocks += blocks
+        self.digests += hashes[start:stop]
+        self.parents += hashes[start - 1 : stop - 1] if start else [None, *hashes[: stop - 1]]
+        self.adapters += [adapter] * len(blocks)
 
     def take(self, indices: Sequence[int]) -> _Candidates:
         """Returns those at `indices`, which are in order."""
@@ -176,8 +162,11 @@ class BlockSaver:
     def find_filled(self) -> set[int]:
         """Returns the ids of the blocks that steps without a result fill: others may hit them, but they cannot be read
         yet."""
-        parts = [part for _, full in self.steps for part in full]
-        return {block.block_id for part in parts for table in part.tables for block in table if not block.is_null}
+        found: set[int] = set()
+        for _, full in self.steps:
+            for _, start, stop, _, tables, _ in full:
+                found.update(block.block_id for table in tables for block in table[start:stop] if not block.is_null)
+        return found
 
     def forget_steps(self) -> None:
         """Forgets the blocks of steps that were given up."""
@@ -190,7 +179,7 @@ class BlockSaver:
         candidates = [_Candidates() for _ in self._in_progress]
         audited = [_Candidates() for _ in self._in_progress]
         for part in full:
-            request = part.request
+            request = part[0]
             positions = None if audits is None else audits.positions_of(request)
             if positions:
                 self._collect(part, audited, positions)
@@ -212,22 +201,25 @@ class BlockSaver:
     ) -> None:
         """Adds the blocks of a part that still have the content which their step has computed: those at `positions`,
         or at all others."""
-        request, start, hashes, tables, noted_at = part
+        request, start, stop, hashes, tables, noted_at = part
         adapter = ""
         if request.lora_request is not None:
-            adapter, stop = request.report.adapter_digest, start + len(hashes) - 1
-            stored = stored_hashes(request, self._manager.block_size)
-            if request.block_hashes[start:stop] != hashes[1:] or len(stored) < stop:
+            if hashes is not request.block_hashes:
                 return  # its adapter was loaded again since, and is another
-            hashes = [stored[start - 1] if start else None, *stored[start:stop]]
-        pool, may_lack = self._manager.block_pool, self._manager.drops_blocks
+            adapter, hashes = request.report.adapter_digest, stored_hashes(request, self._manager.block_size)
         for table, of_group in zip(tables, candidates, strict=True):
-            places: Sequence[int] = range(len(table))
-            if may_lack or pool.forgotten_at > noted_at:
-                places = [i for i in places if table[i].forgotten_at <= noted_at]
-            if positions:
-                places = [i for i in places if (start + i in positions) is is_among]
-            of_group.add(table, hashes, adapter, places)
+            if stop - start > 1 and not positions:
+                blocks = table[start:stop]
+                if max([block.forgotten_at for block in blocks]) <= noted_at:
+                    of_group.add_all(blocks, hashes, start, adapter)
+                    continue
+            for index in range(start, stop):
+                block = table[index]
+                if block.forgotten_at <= noted_at and (not positions or (index in positions) is is_among):
+                    of_group.blocks.append(block)
+                    of_group.digests.append(hashes[index])
+                    of_group.parents.append(hashes[index - 1] if index else None)
+                    of_group.adapters.append(adapter)
 
     def _offer(self, group_id: int, candidates: _Candidates, draft: _Draft) -> tuple[int, int]:
         """Adds blocks to a new order if the store wants them, as far as there are pins. Returns the number of leading
@@ -301,7 +293,10 @@ class BlockSaver:
                 continue
             candidates = _Candidates()
             for block_id, one in found:
-                candidates.add_one(self._manager.block_pool.blocks[block_id], one.digest, one.parent, one.adapter)
+                candidates.blocks.append(self._manager.block_pool.blocks[block_id])
+                candidates.digests.append(one.digest)
+                candidates.parents.append(one.parent)
+                candidates.adapters.append(one.adapter)
             num_decided, num_taken = self._offer(group_id, candidates, draft)
             self._drop("present", num_decided - num_taken)
             computed_at = min([computed_at, *[one.computed_at for _, one in found[:num_decided]]])

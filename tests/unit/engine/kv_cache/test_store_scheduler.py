@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,14 +12,14 @@ from typing import Any, cast
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.engine.kv_cache.connector import ExternalMatch
+from quire.engine.kv_cache.connector import NOTHING_CHOSEN, ExternalMatch
 from quire.engine.kv_cache.store_scheduler import NO_PLACE, StoreScheduler
 from quire.engine.request import Request
 from quire.errors import ConfigError
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
-from quire.kv_store.write_limits import WriteBudget
+from quire.kv_store.write_limits import SAVED_S, WriteBudget
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.wire.execution import SchedulerOutput
@@ -297,6 +298,30 @@ def test_roles(stores: Any) -> None:
     assert (producer.num_matched(request), consumer.num_matched(request)) == (0, 8)
     assert producer.half.wants_saves(cast(Request, request))
     assert not consumer.half.wants_saves(cast(Request, request))
+
+
+def test_blocks_are_chosen_up_to_the_rate_and_without_those_that_are_there(stores: Any) -> None:
+    store, request = stores([FULL, FULL], max_write_bytes_per_s=5 * 2 * PAYLOAD_BYTES), request_of(65)
+    store.half._limits._budget._clock = lambda: 0.0
+    store.identify()
+    store.write(request, [1, 2], group=1)
+    hashes = request.block_hashes
+    assert store.half.choose_blocks(0, hashes[:3]) == (range(3), 3), "those of the other group do not count"
+    assert store.half.choose_blocks(1, hashes[:9]) == ([0, 3, 4, 5, 6, 7, 8], 9)
+    assert store.half.choose_blocks(0, hashes[:3]) == NOTHING_CHOSEN, "nothing is left, and no time passes"
+    store.half._limits._budget._left = 2.5 * PAYLOAD_BYTES
+    assert store.half.choose_blocks(0, hashes[2:9]) == ([1, 2, 3], 4)
+    assert store.half.seconds_to_save() > 0
+
+
+def test_what_was_ordered_long_ago_is_ordered_again(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, request, now = stores(), request_of(17), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store.identify()
+    assert store.wants(request, 0)
+    assert not store.wants(request, 0)
+    now[0] += SAVED_S + 0.1
+    assert store.wants(request, 0)
 
 
 def test_a_rate_has_a_burst_of_a_second() -> None:

@@ -716,6 +716,40 @@ def test_a_block_is_saved_when_the_result_of_its_step_is_in(tier: FakeTier) -> N
     assert engine.held() == {}
 
 
+def test_blocks_of_two_requests_that_compute_the_same_side_by_side_are_saved_once(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.add("a", max_tokens=6)
+    engine.add("b", skips=True, max_tokens=6)
+    engine.step(2)
+    (order,) = engine.exchange.saver.sent.values()
+    assert len(order.blocks) == len(set(order.blocks.digests)) == 7
+    assert engine.held() == {"pinned": 7}
+    engine.add("c", skips=True)
+    engine.step(2)
+    assert engine.held() == {"pinned": 8}, "one more, which both have filled; the others are in progress"
+    engine.finish()
+    assert not engine.transfers.num_dropped_blocks
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_store_takes_as_many_as_it_can_and_the_rest_later(tier: FakeTier, most: int) -> None:
+    tier.most_at_once = most
+    engine = Engine(tier)
+    engine.add("a")
+    engine.step()
+    assert engine.held() == {"pinned": most}
+    assert engine.exchange.saver.count_waiting() == {"pinned": most, "postponed": 7 - most}
+    order = [block.digest for block in engine.exchange.saver.postponed.values()]
+    engine.step()
+    assert engine.exchange.saver.next_deadline > engine.clock.now
+    assert order[most:] == [block.digest for block in engine.exchange.saver.postponed.values()], "the oldest first"
+    for _ in range(20):
+        engine.clock.now += 0.01
+        engine.finish()
+    assert len(tier.records) == 8
+    assert not engine.transfers.num_dropped_blocks
+
+
 def test_a_block_that_is_stored_is_not_saved_again(filled: FakeTier) -> None:
     engine = Engine(filled)
     engine.add("a", skips=True)
