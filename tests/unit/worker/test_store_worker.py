@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import platform
 import queue
+import resource
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,10 +51,11 @@ from quire.worker.attention.native_backend import NativeAttentionBackend
 from quire.worker.attention.torch_backend import TorchAttentionBackend
 from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
+from quire.worker.kernels.packs import commit_memory, take_memory
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
 from quire.worker.kv_transfer import transfers
 from quire.worker.kv_transfer.store_worker import StoreWorker
-from quire.worker.kv_transfer.transfers import NO_PLACE, BlockBytes
+from quire.worker.kv_transfer.transfers import MIN_RUN, NO_PLACE, BlockBytes
 from tests.checkpoints import MakeCheckpoint
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -585,3 +590,32 @@ def test_the_pieces_of_a_block_are_its_rows_whatever_their_sizes(step: int) -> N
     blocks.pieces(0, 3)[2][:] = b"here"
     assert parts[2][3].tobytes() == b"here"
     assert blocks.pieces(1, 3) == []
+
+
+def test_memory_of_blocks_in_a_row_is_committed_and_keeps_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [np.arange(48 * size, dtype=np.uint8).reshape(48, size) for size in (16, 16, 8)]
+    before = [part.copy() for part in parts]
+    blocks, lengths = BlockBytes([parts]), list[int]()
+
+    def commit(memory: memoryview) -> None:
+        lengths.append(len(memory))
+        commit_memory(memory)
+
+    monkeypatch.setattr(transfers, "commit_memory", commit)
+    rows = [0, 0, *range(4, 4 + MIN_RUN), *range(40, 30, -1), *range(21, 21 + MIN_RUN + 2)]
+    blocks.commit(0, rows)
+    assert lengths == [MIN_RUN * 16, MIN_RUN * 16, MIN_RUN * 8, *(each * (MIN_RUN + 2) for each in (16, 16, 8))]
+    assert all(np.array_equal(*pair) for pair in zip(parts, before, strict=True))
+    BlockBytes([[part[:, ::2] for part in parts]]).commit(0, rows)
+    assert len(lengths) == 6, "nothing is done for memory that is not in one piece"
+    commit_memory(memoryview(bytearray()))
+
+
+def test_committed_memory_is_written_without_faults() -> None:
+    if sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
+        pytest.skip("the system cannot map pages at once")
+    memory = take_memory(256 * mmap.PAGESIZE, huge_pages=False).numpy()
+    commit_memory(memory.data[100:])
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory[:: mmap.PAGESIZE] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 128, "256 pages were written"

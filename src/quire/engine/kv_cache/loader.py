@@ -246,10 +246,10 @@ class BlockLoader:
 
     # -- time --------------------------------------------------------------------------------------------------
 
-    def predict_rest(self) -> float | None:
-        """Returns the seconds until all active loads have ended; None: one is not a quick one."""
+    def predict_rest(self, loads: Iterable[Load]) -> float | None:
+        """Returns the seconds until `loads` have ended; None: one is not a quick one."""
         rest: dict[str, float] = {}
-        for load in self.active.values():
+        for load in loads:
             source, num_left = load.order.source, load.num_tokens - load.num_verified * self._manager.block_size
             seconds = self.cost.predict_load(source, num_left)
             if seconds is None or seconds > QUICK_S:
@@ -299,8 +299,8 @@ class JointStart:
 
     A step takes the processors that the next loads need, and requests whose loads end meanwhile wait for its end. So a
     request that has loaded waits for the loads that were under way when the first of them ended: until they have, until
-    the time that was predicted for them then, or until another request starts. Loads that begin later are not waited
-    for, so the wait has a bound from its beginning.
+    another request starts, or for as long as was predicted for the others when the last of them ended, JOINT_S in all.
+    Loads that begin later are not waited for.
     """
 
     def __init__(self, loader: BlockLoader) -> None:
@@ -311,6 +311,8 @@ class JointStart:
         """Loads that those which are held wait for."""
         self.deadline = NEVER
         """Time at which they wait no longer."""
+        self._latest = NEVER
+        """Latest time that it may be set to."""
 
     def is_held(self, request: Request) -> bool:
         """Returns whether a request is to wait for loads of others."""
@@ -323,13 +325,16 @@ class JointStart:
             self._held.add(load.request)
         if not self._awaited:
             self.release()
+        elif (rest := self._loader.predict_rest(self._awaited)) is not None:
+            self.deadline = min(self._latest, now + rest)
 
     def _begin(self, now: float) -> bool:
         """Decides for the first request of several."""
-        active, rest = self._loader.active, self._loader.predict_rest()
+        active = self._loader.active.values()
+        rest = self._loader.predict_rest(active)
         if not active or rest is None or rest > JOINT_S:
             return False
-        self._awaited, self.deadline = set(active.values()), now + rest
+        self._awaited, self._latest = set(active), now + JOINT_S
         return True
 
     def check_deadline(self, now: float) -> None:

@@ -25,6 +25,7 @@ from quire.wire.kv_transfer import (
     SaveResult,
     TransferOutcome,
 )
+from quire.worker.kernels.packs import commit_memory
 from quire.worker.kv_cache import KVCacheMemory
 from quire.worker.kv_transfer.worker import Report
 
@@ -37,6 +38,8 @@ HURRY_S = 0.2
 PROGRESS_S = 0.25
 """A load that goes on for longer is reported so often."""
 NO_PLACE = -1
+COMMITTED, MIN_RUN = 256, 16
+"""Positions of a load whose memory is mapped at once, and blocks that must follow one another in memory for it."""
 Written = Callable[[RecordHeader, str, int], None]
 """Takes a record that was written: its header, extent and offset there."""
 
@@ -79,6 +82,19 @@ class BlockBytes:
             place = slice(block_id * size, (block_id + 1) * size)
             pieces += [data[place] for data in parts]
         return pieces
+
+    def commit(self, group: int, block_ids: Sequence[int]) -> None:
+        """Has the system map the memory of blocks that are about to be written, of each run of them in one call: a page
+        at a time takes several times as long, and two threads wait for each other."""
+        memory = self._memory[group]
+        if memory is None:
+            return
+        for _, run in groupby(enumerate(block_ids), key=lambda place: place[1] - place[0]):
+            ids = [block_id for _, block_id in run]
+            if len(ids) >= MIN_RUN:
+                for size, parts in memory:
+                    for data in parts:
+                        commit_memory(data[ids[0] * size : (ids[-1] + 1) * size])
 
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
@@ -169,6 +185,9 @@ class Load:
             if not self._start_ts:
                 self._start_ts = self._progress_ts = time.monotonic()
         while (position := self._take()) is not None:
+            if position % COMMITTED == 0 and self._namespace is not None:
+                for group, block_ids in enumerate(self.order.block_ids):
+                    self._namespace.blocks.commit(group, block_ids[position : position + COMMITTED])
             self._note_read(position, self._read(position, buffer))
         with self._lock:
             self._num_active -= 1

@@ -86,6 +86,28 @@ def test_the_wait_has_the_bound_that_was_predicted_at_its_beginning(filled: Fake
     engine.finish()
 
 
+@pytest.mark.parametrize(("most", "until"), [(JOINT_S, 2.5), (0.045, 2.25)])
+def test_each_end_sets_the_bound_anew(
+    filled: FakeTier, monkeypatch: pytest.MonkeyPatch, most: float, until: float
+) -> None:
+    monkeypatch.setattr("quire.engine.kv_cache.loader.JOINT_S", most)
+    engine = begin(filled, *NAMES)
+    starts, began = engine.exchange.loader.starts, engine.clock()
+    end_load(engine, "a")
+    assert starts.deadline == pytest.approx(began + 2 * LOAD_S)
+    engine.clock.now += 1.5 * LOAD_S
+    end_load(engine, "b")
+    assert starts.deadline == pytest.approx(began + until * LOAD_S)
+    engine.clock.now = starts.deadline - 0.001
+    engine.step()
+    assert running(engine) == []
+    engine.clock.now = starts.deadline
+    engine.step()
+    assert running(engine) == ["a", "b"]
+    engine.worker.free()
+    engine.finish()
+
+
 def test_one_that_began_later_is_not_waited_for(filled: FakeTier) -> None:
     engine = begin(filled, "a", "b")
     end_load(engine, "a")
