@@ -300,6 +300,8 @@ def test_after_a_record_that_is_not_taken_the_rest_is_dropped(saver: Saver, outc
 def test_a_server_with_a_fault_rests_and_is_tried_without_a_record(
     saver: Saver, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
+    monkeypatch.setattr(rests, "REST_S", 3600.0)
+    monkeypatch.setattr(rests, "MAX_REST_S", 3600.0)
     assert saver.begin() == "open"
 
     def die(number: int) -> str:
