@@ -460,6 +460,16 @@ def test_written_records_wait_for_a_server_that_is_away(copies: Copies, monkeypa
     assert [head[:-32] for head in saver.server.taken] == [header_of(number).encode() for number in range(3)]
 
 
+def test_records_are_not_kept_for_a_server_that_takes_none(copies: Copies) -> None:
+    saver, write = copies
+    saver.server.takes_records = False
+    assert saver.begin() == "closed"
+    saver.saver.copy(*write(0))
+    assert not saver.saver._copies
+    assert saver.saver.stop(time.monotonic() + 60)
+    assert saver.counts == []
+
+
 def test_a_queue_of_written_records_is_bounded(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, write = copies
     monkeypatch.setattr(remote_saves, "MAX_COPIES", 5)
