@@ -125,7 +125,7 @@ class _Counts:
 
     num_waiting: int = 0
     num_begun: int = 0
-    """Those since the last report, as the outcomes."""
+    """Number since the last report, as the outcomes."""
     outcomes: Counter[str] = field(default_factory=Counter)
     reported_ts: float = float("-inf")
 
