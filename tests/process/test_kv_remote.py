@@ -191,7 +191,7 @@ def test_a_server_that_fails_in_the_middle_of_a_put_costs_no_answer(
             faults.setenv("QUIRE_FAILPOINTS", f"{place},skip=5" if place != "kv.seal=kill" else place)
             server, address = stack.enter_context(serving(shared, "tcp://127.0.0.1:0", WRITES))
         num_stored = asyncio.run(run(address))
-        assert num_stored == 5 or place == "kv.seal=kill"
+        assert 2 <= num_stored <= 5 or place == "kv.seal=kill", "four at most wait for an answer"
         server.send_signal(signal.SIGTERM if place == "kv.seal=kill" else signal.SIGKILL)
         server.wait()
     store = StoreDirectory.open(shared, 1 << 30)

@@ -118,6 +118,7 @@ _PEER_BOUNDS = {
         FieldBound("peers", "list[str]", max_len=1024, max_item_len=256),
         FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
         FieldBound("kv_lease_duration", "float", 0.1, 3600.0),
+        FieldBound("audit_share", "float", 0.0, 1.0),
         FieldBound("min_load_tokens", "int", 1, 1 << 30),
         FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
         FieldBound("load_bias", "float", 0.0, 1e9),
@@ -248,7 +249,7 @@ class KVTransferConfig:
             min_load_tokens=peers.min_load_tokens,
             load_bias=peers.load_bias,
             max_pinned_share=store.max_pinned_share,
-            audit_share=store.audit_share,
+            audit_share=store.audit_share or peers.audit_share,
         )
 
     def _settle_json(self, values: Mapping[str, Any]) -> KVTransferConfig:

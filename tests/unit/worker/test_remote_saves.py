@@ -301,6 +301,8 @@ def test_after_a_record_that_is_not_taken_the_rest_is_dropped(saver: Saver, outc
 def test_a_server_with_a_fault_rests_and_is_tried_without_a_record(
     saver: Saver, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
+    monkeypatch.setattr(rests, "REST_S", 3600.0)
+    monkeypatch.setattr(rests, "MAX_REST_S", 3600.0)
     assert saver.begin() == "open"
 
     def die(number: int) -> str:
@@ -457,6 +459,16 @@ def test_written_records_wait_for_a_server_that_is_away(copies: Copies, monkeypa
     assert saver.states.get(timeout=60) == "open"
     assert saver.total(4) == {"stored": 3, "gone": 1}
     assert [head[:-32] for head in saver.server.taken] == [header_of(number).encode() for number in range(3)]
+
+
+def test_records_are_not_kept_for_a_server_that_takes_none(copies: Copies) -> None:
+    saver, write = copies
+    saver.server.takes_records = False
+    assert saver.begin() == "closed"
+    saver.saver.copy(*write(0))
+    assert not saver.saver._copies
+    assert saver.saver.stop(time.monotonic() + 60)
+    assert saver.counts == []
 
 
 def test_a_queue_of_written_records_is_bounded(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:

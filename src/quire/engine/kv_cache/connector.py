@@ -189,12 +189,13 @@ class KVConnectorScheduler(ABC):
         """Notes the end of a save: an index learns what can be found."""
         return
 
-    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
-        """Returns the message to the worker half about an audit: where what is stored of `blocks` is."""
+    def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
+        """Returns the message to the worker half about an audit: where what is stored of `blocks` is, which would have
+        been loaded by `match`."""
         return {}
 
-    def on_difference(self, block: SavedBlock) -> None:
-        """Notes that a computed block is not the stored one, which must not be used."""
+    def on_difference(self, block: SavedBlock, audit: dict[str, Any]) -> None:
+        """Notes that a computed block is not the stored one, which must not be used. `audit`: the message."""
         return
 
     # -- requests ----------------------------------------------------------------------------------------------

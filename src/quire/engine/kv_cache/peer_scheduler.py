@@ -20,6 +20,7 @@ from operator import and_
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import (
     NO_MATCH,
     BlockChoice,
@@ -41,7 +42,16 @@ from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_peers import MAX_KEYS
-from quire.wire.kv_transfer import REJECTIONS, KVConnectorOutput, LoadOrder, LoadResult, SaveOrder, SaveResult
+from quire.wire.kv_transfer import (
+    REJECTIONS,
+    KVConnectorOutput,
+    LoadOrder,
+    LoadResult,
+    SavedBlock,
+    SavedBlocks,
+    SaveOrder,
+    SaveResult,
+)
 
 logger = init_logger(__name__)
 
@@ -90,7 +100,6 @@ class PeerScheduler(KVConnectorScheduler):
         self._rests = Rests()
         """Addresses from which nothing is taken."""
         self._num_workers = config.parallel_config.world_size
-        self._sizes = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
         self._identities: dict[int, dict[str, Any]] = {}
         """Reports of the worker halves, by rank: what blocks are made of, and where they are served."""
         self._generation = 0
@@ -106,6 +115,8 @@ class PeerScheduler(KVConnectorScheduler):
         """State (`ServerState`) of the block server that is written to, by rank."""
         if self._extra["tiers"] and self._extra["saves"]:
             self.remote_saves = RemoteSaves()
+        if transfer.audit_share:
+            self.audits = LoadAudits(transfer.audit_share, TIER)
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -115,6 +126,8 @@ class PeerScheduler(KVConnectorScheduler):
                 f"the block server {extra['tiers'][0]} proves itself by a key, and this engine has none: name a copy "
                 "of the file `key` in its directory with QUIRE_KV_STORE_KEY_FILE"
             )
+        if config.kv_transfer_config.audit_share and not extra["tiers"]:
+            raise ConfigError("audit_share: loads from block servers are audited, and there are none; leave it out")
         StoreDirectory.open_for_key(extra["path"]).close()
 
     @property
@@ -231,6 +244,14 @@ class PeerScheduler(KVConnectorScheduler):
             seconds = self._rests.note_fault(address, time.monotonic())
             logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, result.reason)
 
+    def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
+        return {"peers": (match.params or {})["peers"]}
+
+    def on_difference(self, block: SavedBlock, audit: dict[str, Any]) -> None:
+        address = audit["peers"][0][0]
+        seconds = self._rests.note_fault(address, time.monotonic())
+        logger.warning("nothing is taken from %s for %.0f s: it has other blocks than are computed", address, seconds)
+
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
@@ -265,7 +286,7 @@ class PeerScheduler(KVConnectorScheduler):
     def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
         first, *others = (self._identities[rank] for rank in range(self._num_workers))
         host, port = _host_and_port(first["listen"])
-        sampling = request.sampling_params
+        sampling, parallel = request.sampling_params, self.config.parallel_config
         ranks = [(*_host_and_port(one["listen"]), one["incarnation"]) for one in others]
         return {
             **({"remote_ranks": ranks} if ranks else {}),
@@ -276,9 +297,9 @@ class PeerScheduler(KVConnectorScheduler):
             "remote_request_id": lease,
             "remote_host": host,
             "remote_port": port,
-            "tp_size": self._sizes[0],
+            "tp_size": parallel.tensor_parallel_size,
             "dcp_size": 1,
-            "pp_size": self._sizes[1],
+            "pp_size": parallel.pipeline_parallel_size,
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",

@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import KVConnectorScheduler
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
@@ -177,12 +177,14 @@ class BlockSaver:
         """Orders the save of computed blocks, and postpones those that cannot be saved now."""
         connector, audits = self._connector, self._connector.audits
         candidates = [_Candidates() for _ in self._in_progress]
-        audited = [_Candidates() for _ in self._in_progress]
+        audited: dict[str, tuple[ExternalMatch, list[_Candidates]]] = {}  # by source, with a match of it
         for part in full:
             request = part[0]
             positions = None if audits is None else audits.positions_of(request)
-            if positions:
-                self._collect(part, audited, positions)
+            if audits is not None and positions:
+                match = audits.match_of(request)
+                of_source = audited.setdefault(match.source, (match, [_Candidates() for _ in self._in_progress]))
+                self._collect(part, of_source[1], positions)
             if connector.may_transfer(request) and connector.wants_saves(request):
                 self._collect(part, candidates, positions, is_among=False)
         draft = _Draft()
@@ -193,8 +195,8 @@ class BlockSaver:
                 if num_decided < len(of_group.blocks):
                     self._postpone(group_id, of_group, num_decided, now)
         self._order(draft, now)
-        if audits is not None:
-            self._audit(audited, now)
+        for match, compared in audited.values():
+            self._audit(match, compared, now)
 
     def _collect(
         self, part: FullBlocks, candidates: list[_Candidates], positions: range | None, *, is_among: bool = True
@@ -244,8 +246,8 @@ class BlockSaver:
             draft.add(group_id, taken)
         return num_decided, len(taken.blocks)
 
-    def _audit(self, audited: list[_Candidates], now: float) -> None:
-        """Orders the audit of computed blocks, as far as there are pins."""
+    def _audit(self, match: ExternalMatch, audited: list[_Candidates], now: float) -> None:
+        """Orders the audit of computed blocks, which `match` would have loaded, as far as there are pins."""
         draft = _Draft()
         for group_id, of_group in enumerate(audited):
             room = max(0, self._max_pinned_blocks - self._num_pinned - len(draft.blocks))
@@ -253,12 +255,12 @@ class BlockSaver:
                 self.counts.num_audited["skipped"] += len(of_group.blocks) - room
                 self._manager.held.has_changed = True
             draft.add(group_id, of_group.take(range(min(room, len(of_group.blocks)))))
-        self._order(draft, now, is_audit=True)
+        self._order(draft, now, match)
 
-    def _order(self, draft: _Draft, computed_at: float, *, is_audit: bool = False) -> None:
-        """Pins blocks, and orders their save or their audit."""
+    def _order(self, draft: _Draft, computed_at: float, audited: ExternalMatch | None = None) -> None:
+        """Pins blocks, and orders their save, or their audit if `audited` would have loaded them."""
         if draft.blocks:
-            audit = self._connector.plan_audit(draft.columns) if is_audit else None
+            audit = None if audited is None else self._connector.plan_audit(draft.columns, audited)
             order = SaveOrder(0, draft.columns, audit=audit)
             self._manager.held.pin(id(order), draft.blocks)
             self._num_pinned += len(draft.blocks)
@@ -376,7 +378,7 @@ class BlockSaver:
         num_skipped = max(0, len(order.blocks) - result.num_saved - num_differing)
         self.counts.num_audited.update(same=result.num_saved, differs=num_differing, skipped=num_skipped)
         for index in result.differing:
-            self._connector.on_difference(order.blocks[index])
+            self._connector.on_difference(order.blocks[index], order.audit or {})
         self._let_go(order)
 
     def drop_unsent(self) -> bool:

@@ -11,8 +11,10 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import PART, PARTS
+from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import NO_MATCH, BlockChoice, ExternalMatch, KVConnectorScheduler
-from quire.engine.kv_cache.peer_scheduler import PeerScheduler
+from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
+from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash
@@ -41,7 +43,9 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         of_store, of_peers = config.transfer_parts.values()
         self._store = StoreScheduler(of_store, kv_cache_config)
         self._peers = PeerScheduler(of_peers, kv_cache_config)
-        self.audits, self.stored = self._store.audits, self._store.stored
+        share = config.kv_transfer_config.audit_share
+        self.audits = LoadAudits(share, DISK, TIER) if share else None
+        self.stored = self._store.stored
         self.remote_saves = self._peers.remote_saves
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
@@ -95,11 +99,12 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
         self._store.on_save_finished(order, result)
 
-    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
-        return self._store.plan_audit(blocks)
+    def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
+        name = (match.params or {})[PART]
+        return {PART: name, **self._parts[name].plan_audit(blocks, match)}
 
-    def on_difference(self, block: SavedBlock) -> None:
-        self._store.on_difference(block)
+    def on_difference(self, block: SavedBlock, audit: dict[str, Any]) -> None:
+        self._parts[audit[PART]].on_difference(block, audit)
 
     def name_lease(self, request: Request) -> str | None:
         return self._peers.name_lease(request)

@@ -113,10 +113,10 @@ class StoreScheduler(KVConnectorScheduler):
         groups = range(len(self.specs))
         order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
 
-    def plan_audit(self, blocks: SavedBlocks) -> dict[str, Any]:
+    def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
         return self._locate([list(zip(blocks.digests, blocks.group_ids, strict=True))])
 
-    def on_difference(self, block: SavedBlock) -> None:
+    def on_difference(self, block: SavedBlock, audit: dict[str, Any]) -> None:
         if self._index is not None:
             self._index.forget(block.key.digest, block.group_id)
 

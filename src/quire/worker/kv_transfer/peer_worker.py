@@ -32,6 +32,7 @@ from quire.wire.kv_transfer import (
     SaveResult,
     TransferOutcome,
 )
+from quire.worker.kv_transfer.audit import RemoteAudit
 from quire.worker.kv_transfer.record_worker import RecordWorker
 from quire.worker.kv_transfer.remote_saves import RemoteSave, RemoteSaver
 from quire.worker.kv_transfer.tiers import Answers, TierAsker
@@ -320,6 +321,10 @@ class PeerWorker(RecordWorker):
         for save in orders.saves:
             if save.lease:
                 self._begin_lease(save, namespace)
+            elif save.audit is not None:
+                audit = RemoteAudit(save, self.rank, namespace, self._client, self._mac, self.end)
+                self.begin(save.save_id, audit)
+                self._loads.put(audit.run)
             else:
                 self._begin_save(save, namespace)
         params = orders.params or {}

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.kv_store.access import RecordBuffer, RecordReader
@@ -27,7 +28,7 @@ from quire.logger import init_logger
 from quire.wire.kv_peers import MAX_KEYS
 from quire.wire.kv_transfer import KVConnectorOutput, SaveOrder, SaveResult, TransferOutcome
 from quire.worker.kv_transfer.record_worker import lower_priority
-from quire.worker.kv_transfer.transfers import LATE_S, Namespace
+from quire.worker.kv_transfer.transfers import LATE_S, PROGRESS_S, Namespace
 from quire.worker.kv_transfer.worker import Report
 
 logger = init_logger(__name__)
@@ -118,6 +119,17 @@ class _Copies(Batch):
         self._buffer.close()
 
 
+@dataclass
+class _Counts:
+    """Numbers of records."""
+
+    num_waiting: int = 0
+    num_begun: int = 0
+    """Number since the last report, as the outcomes."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reported_ts: float = float("-inf")
+
+
 class RemoteSaver:
     """Puts batches of records to one server."""
 
@@ -142,7 +154,7 @@ class RemoteSaver:
         """Namespace of the last records; None: none is known."""
         self._saves: deque[RemoteSave] = deque()
         self._copies: deque[tuple[RecordHeader, str, int]] = deque()
-        self._num_begun, self._outcomes, self._num_waiting = 0, Counter[str](), 0
+        self._counts = _Counts()
         self._lock = threading.Condition()
         """Guards all that other threads touch, and wakes the thread."""
         self._stop_at: float | None = None
@@ -162,18 +174,20 @@ class RemoteSaver:
         """Begins a save."""
         with self._lock:
             self._saves.append(save)
-            self._num_begun += len(save.headers)
-            self._num_waiting += len(save.headers)
+            self._counts.num_begun += len(save.headers)
+            self._counts.num_waiting += len(save.headers)
             self._lock.notify()
 
     def copy(self, header: RecordHeader, extent: str, offset: int) -> None:
-        """Puts a record that was written to the directory, some time later."""
+        """Puts a record that was written to the directory, some time later, unless the server takes none."""
         with self._lock:
-            self._num_begun += 1
-            if len(self._copies) >= MAX_COPIES:
-                self._outcomes["rate"] += 1
+            if self._state == "closed":
                 return
-            self._num_waiting += 1
+            self._counts.num_begun += 1
+            if len(self._copies) >= MAX_COPIES:
+                self._counts.outcomes["rate"] += 1
+                return
+            self._counts.num_waiting += 1
             self._copies.append((header, extent, offset))
             self._lock.notify()
 
@@ -260,8 +274,8 @@ class RemoteSaver:
             logger.exception("records were not put")
         outcomes = [outcome or left for outcome in outcomes]
         with self._lock:
-            self._outcomes.update(outcomes)
-            self._num_waiting -= len(outcomes)
+            self._counts.outcomes.update(outcomes)
+            self._counts.num_waiting -= len(outcomes)
         batch.end(outcomes)
 
     def _put_all(self, batch: Batch, outcomes: list[str]) -> str:
@@ -329,11 +343,16 @@ class RemoteSaver:
             self._report_state(state)
 
     def _send_counts(self) -> None:
+        """Reports the counts: at the end of a run of batches, and now and then in it."""
+        now, counts = time.monotonic(), self._counts
         with self._lock:
-            counts = {"begun": self._num_begun, "outcomes": dict(self._outcomes), "waiting": self._num_waiting}
-            self._num_begun, self._outcomes = 0, Counter()
-        if counts["begun"] or counts["outcomes"]:
-            self._report_counts(counts)
+            goes_on = (self._saves or self._copies) and self._state != "away" and self._stop_at is None
+            if (goes_on and now - counts.reported_ts < PROGRESS_S) or not (counts.num_begun or counts.outcomes):
+                return
+            self._counts = _Counts(counts.num_waiting, reported_ts=now)
+        self._report_counts(
+            {"begun": counts.num_begun, "outcomes": dict(counts.outcomes), "waiting": counts.num_waiting}
+        )
 
 
 def _find_present(peer: PeerConnection, batch: Batch, wanted: Sequence[int]) -> list[int]:

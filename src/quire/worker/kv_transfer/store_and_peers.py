@@ -103,7 +103,7 @@ class StoreAndPeersWorker(KVConnectorWorker):
             own = self._begin(part, load_order.load_id)
             part.orders.loads.append(renumber(load_order, own))
         for save_order in orders.saves:
-            part = self._parts[PEERS if save_order.lease else STORE]
+            part = self._parts[PEERS if save_order.lease else (save_order.audit or {}).get(PART, STORE)]
             own = self._begin(part, save_order.save_id)
             part.orders.saves.append(renumber(save_order, own))
         for name, message in (orders.params or {}).items():

@@ -253,6 +253,29 @@ def test_a_store_that_has_all_does_not_wait_for_servers(tmp_path: Path, monkeypa
     both.shutdown()
 
 
+def test_what_block_servers_have_is_audited_and_one_with_other_blocks_rests(tmp_path: Path) -> None:
+    half = Half(tiers=["tcp://a:1", "tcp://b:1"], audit_share=1.0)
+    request, audits = half.add(), half.half.audits
+    has = {address: pack_bits([True] * 7) for address in ("tcp://a:1", "tcp://b:1")}
+    half.half.update_connector_output(KVConnectorOutput(info={"have": {"r": has}}))
+    first, second = half.half.find_matches(request, 0) or ()
+    assert audits is not None
+    assert audits.begins(request, first, 0, 7)
+    assert not audits.begins(request, first._replace(source="p2p:tcp://a:1"), 0, 7)
+    assert (audits.positions_of(request), audits.match_of(request)) == (range(7), first)
+    plan = half.half.plan_audit([], audits.match_of(request))
+    assert plan == {"peers": [("tcp://a:1", "")]}
+    half.half.on_difference(SavedBlock(0, 1, KEY), plan)
+    matches = half.half.find_matches(request, 0)
+    assert matches == [NO_MATCH, second]
+    audits.end(request)
+    assert not audits.positions_of(request)
+    extra = {"path": str(tmp_path / "key"), "audit_share": 0.5}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    with pytest.raises(ConfigError, match="loads from block servers are audited, and there are none"):
+        PeerScheduler.check_config(EngineArgs("demo", kv_transfer_config=transfer).create_engine_config())
+
+
 # -- saves to a block server ---------------------------------------------------------------------------------------
 
 KEY = BlockKey(b"d" * 32, None, (1, 2, 3, 4))

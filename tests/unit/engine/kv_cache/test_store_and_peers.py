@@ -26,6 +26,7 @@ from quire.wire.kv_transfer import (
     KVConnectorOutput,
     LoadOrder,
     LoadResult,
+    SavedBlock,
     SavedBlocks,
     SaveOrder,
     SaveResult,
@@ -156,6 +157,25 @@ def test_blocks_are_saved_to_the_store_and_leased_to_peers(both: Both) -> None:
     assert (both.half.make_transfer_params(prefilled, lease, 28) or {})["remote_num_tokens"] == 28
     both.half.set_weights("elsewhere")
     assert both.half.reset_cache()
+
+
+@pytest.mark.parametrize("both", [{"tiers": [SERVER], "audit_share": 1.0}], indirect=True)
+def test_an_audit_is_of_the_part_that_would_have_loaded(both: Both) -> None:
+    request = both.add()
+    both.write(request, 3)
+    both.tell("peers", {"have": {"r": {SERVER: pack_bits([True] * 7)}}})
+    matches = both.half.find_matches(request, 0) or ()
+    assert [match.source for match in matches] == ["disk", f"remote:{SERVER}"]
+    assert both.half.audits is not None
+    assert all(both.half.audits.begins(request, match, 0, 3) for match in matches)
+    blocks = SavedBlocks.of([SavedBlock(0, 1, BlockKey(request.block_hashes[0], None, (1,)))])
+    plans = [both.half.plan_audit(blocks, match) for match in matches]
+    assert [plan["part"] for plan in plans] == ["store", "peers"]
+    assert len(plans[0]["parts"][0]["extents"]) == 1
+    assert plans[1]["peers"] == [(SERVER, "")]
+    for plan in plans:
+        both.half.on_difference(blocks[0], plan)
+    assert both.half.find_matches(request, 0) == [], "its first block is not used, and the server rests"
 
 
 def test_messages_say_which_part_they_are_for(both: Both) -> None:
