@@ -400,8 +400,10 @@ class _Loop:
         """Returns the processor seconds of the scheduler's part of a step, with what the core asks before it."""
         scheduler = self.scheduler
         start = time.thread_time()
-        if scheduler.has_requests() and not scheduler.is_blocked() and scheduler.has_requests():
-            output = scheduler.schedule()
+        assert scheduler.has_requests()
+        assert not scheduler.is_blocked()
+        assert scheduler.has_requests()
+        output = scheduler.schedule()
         seconds = time.thread_time() - start
         req_ids = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(req_ids, [[5] for _ in req_ids])
