@@ -168,6 +168,22 @@ def test_what_an_engine_stores_at_a_server_another_reads(has_own: bool, shared: 
     asyncio.run(run())
 
 
+def test_each_of_two_workers_stores_its_part(shared: Path) -> None:
+    async def run() -> None:
+        with serving(shared, "tcp://127.0.0.1:0", WRITES) as (_, address):
+            args = dataclasses.replace(reading_args(address), tensor_parallel_size=2)
+            async with running(args) as engine:
+                tokens, _ = await answer(engine, "computed")
+                await until_stored(shared, 2 * (PROMPT_LEN // 16))
+            async with running(args) as engine:
+                await until_read(engine, tokens)
+                while not (counts := saved_by(engine))["kv_remote_saves_begun"]:
+                    await answer(engine, "longer", 40)  # what it has read it does not store again
+                assert counts["kv_remote_saves_begun"] < PROMPT_LEN // 16
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("place", ["kv.peer.message=kill,key=Put", "kv.write=kill", "kv.write=hang", "kv.seal=kill"])
 def test_a_server_that_fails_in_the_middle_of_a_put_costs_no_answer(
     place: str, shared: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ from quire.wire.kv_transfer import (
     KVConnectorOutput,
     LoadOrder,
     SavedBlock,
+    SavedBlocks,
     SaveOrder,
     SaveResult,
 )
@@ -91,7 +92,7 @@ class Engine:
                 return info[name]
 
     def save(self, keys: list[BlockKey], block_ids: list[int], save_id: int = 1) -> SaveResult:
-        blocks = [SavedBlock(0, block_id, key) for key, block_id in zip(keys, block_ids, strict=True)]
+        blocks = SavedBlocks.of(SavedBlock(0, block_id, key) for key, block_id in zip(keys, block_ids, strict=True))
         self.worker.start(KVConnectorMetadata(saves=[SaveOrder(save_id, blocks)]))
         result = self.wait("save")
         assert isinstance(result, SaveResult)
@@ -404,7 +405,7 @@ def test_a_server_that_closes_and_opens(saver: Saver, monkeypatch: pytest.Monkey
 
 def test_a_save_and_its_result() -> None:
     results: list[SaveResult] = []
-    order = SaveOrder(4, [SavedBlock(0, number, key) for number, key in enumerate(make_keys(4))])
+    order = SaveOrder(4, SavedBlocks.of(SavedBlock(0, number, key) for number, key in enumerate(make_keys(4))))
     namespace: Any = type("Namespace", (), {"header_of": staticmethod(lambda group, key: header_of(1))})
     save = RemoteSave(order, namespace, RecordMac(bytes(32)), lambda output: results.extend(output.saves))
     cases: list[tuple[list[str], tuple[Any, ...]]] = [
