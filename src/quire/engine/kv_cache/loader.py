@@ -17,7 +17,7 @@ from quire.wire.kv_transfer import BlockKey, LoadOrder, LoadResult
 
 CANCEL_S = 0.05
 """Seconds that a cancelled load may take to end, before its request is computed without it."""
-QUICK_S, JOINT_S = 0.1, 0.5
+QUICK_S, JOINT_S = 0.15, 1.0
 """Predicted seconds of one load, and of all that are left, up to which a request that has loaded waits for those of
 others: less than the steps that they save."""
 
