@@ -731,6 +731,19 @@ def test_blocks_of_two_requests_that_compute_the_same_side_by_side_are_saved_onc
     assert not engine.transfers.num_dropped_blocks
 
 
+def test_blocks_are_named_while_their_step_is_in_flight_and_saved_with_their_salt(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.add("a", max_tokens=6, cache_salt="salt")
+    engine.scheduler.schedule()
+    filled = engine.exchange.saver.find_filled()
+    assert filled == {block.block_id for block in cached_blocks(engine)}
+    assert len(filled) == 7
+    engine.exchange.saver.note_computed(1, 0.0)
+    (order,) = engine.exchange.saver.unsent
+    assert order.blocks.extra_keys == [(("cache_salt", "salt"),), *[None] * 6]
+    assert [block.block_id for block in order.blocks] == sorted(filled, key=order.blocks.block_ids.index)
+
+
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_store_takes_as_many_as_it_can_and_the_rest_later(tier: FakeTier, most: int) -> None:
     tier.most_at_once = most
