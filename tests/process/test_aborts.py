@@ -60,7 +60,7 @@ def test_every_failpoint_is_among_them() -> None:
     # no moment in the life of a request without speculation, adapters and workers of their own
     elsewhere = ["core.shutdown", "kernels.trial", "frontend.stats.record", "core.step.draft"]
     elsewhere += ["kv.evict", "kv.read", "kv.seal", "kv.write"]
-    elsewhere += ["kv.peer.answer", "kv.peer.message", "kv.peer.receive", "kv.peer.send"]
+    elsewhere += ["kv.peer.answer", "kv.peer.message", "kv.peer.put", "kv.peer.receive", "kv.peer.send"]
     elsewhere += ["lora.install", "lora.pack", "lora.read", "lora.remove"]
     elsewhere += ["worker.barrier", "worker.experts", "worker.load", "worker.stage", "worker.standby", "worker.step"]
     elsewhere += ["group.switch"]
