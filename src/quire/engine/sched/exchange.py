@@ -477,7 +477,7 @@ class KVExchange(NoExchange, AdmissionGate):
             saves = saver.send(self._ids) + leases.send(self._ids)
             output.kv_connector_metadata = KVConnectorMetadata(loads or [], saves, self._take_cancels(), params)
         deadline = loader.next_deadline
-        if saver.next_deadline is not NEVER or self.connector.next_step_at is not NEVER:
+        if not (saver.next_deadline is loader.starts.deadline is self.connector.next_step_at is NEVER):
             deadline = self._next_deadline
         if self.link.alarm_at != deadline:
             self.link.alarm_at = deadline
