@@ -221,6 +221,7 @@ def node_thread(key: str, port: int, **fields: Any) -> Iterator[NodeAgent]:
             serving.result()
 
 
+@pytest.mark.slow
 def test_a_partition_heals(key: str) -> None:
     """The node is silent alone, then its core is, too: nothing of before counts, and the core goes on."""
     port = free_ports(NUM_PORTS)

@@ -64,6 +64,7 @@ def pids_of(client: DPLBAsyncMPClient) -> list[int | None]:
     return [status.pid for status in client.list_engines()]
 
 
+@pytest.mark.slow
 def test_their_number_changes_and_all_restart_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine 1 is killed in the one moment in which there is no way back: it is started again in the new group."""
     monkeypatch.setenv("QUIRE_FAILPOINTS", "group.switch=kill,key=1")

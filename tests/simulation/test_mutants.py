@@ -64,10 +64,11 @@ LUCKY_SEEDS: dict[str, dict[str, int]] = {
     },
     "tiered": {
         "accepted_for_other_tokens": 25, "accepted_from_the_first_worker": 115, "accepted_past_a_failure": 16,
-        "counted_before_it_has_ended": 16, "end_unnoticed": 19, "fails_instead_of_waiting": 19,
+        "counted_before_it_has_ended": 16, "end_unnoticed": 19, "fails_instead_of_waiting": 23,
         "freed_while_written": 3, "load_survives_its_request": 3, "loaded_beside_a_step": 30,
-        "postponed_block_is_not_looked_at": 65, "saved_before_it_is_computed": 19, "store_of_the_old_weights": 9,
-        "waits_for_loads_beside_steps": 63, "waits_for_loads_that_were_given_up": 50,
+        "one_rejection_per_load": 25, "postponed_block_is_not_looked_at": 65,
+        "saved_before_it_is_computed": 19, "store_of_the_old_weights": 9, "waits_for_loads_beside_steps": 120,
+        "waits_for_loads_that_were_given_up": 50,
     },
 }  # fmt: skip
 """Seeds that have caught mutants in few operations: with all checks, by the answers alone, by the metrics, with a
