@@ -167,7 +167,7 @@ class BlockLoader:
             num_queued[source] = num_queued.get(source, 0) + load.num_tokens
             self.sent[load_id] = load
         if ready:
-            self._set_alarm()
+            self.set_alarm()
         return [load.order for load in ready]
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class BlockLoader:
         for load in self.sent.values():
             if load.order.source == source and load.progress_at != NEVER:
                 load.progress_at = now
-        self._set_alarm()
+        self.set_alarm()
 
     def end(self, result: LoadResult, now: float) -> tuple[Load, int] | None:
         """Takes in the end of a load. Returns it, and the number of its blocks that can be hit now; None: nothing has
@@ -242,7 +242,7 @@ class BlockLoader:
             self.cancels.append(load.order.load_id)
         load.stage, load.deadline = "zombie", now + QUARANTINE_S
         self._manager.held.change(id(load.order), "zombie")
-        self._set_alarm()
+        self.set_alarm()
 
     # -- time --------------------------------------------------------------------------------------------------
 
@@ -258,8 +258,11 @@ class BlockLoader:
         return max(rest.values(), default=0.0)
 
     def check_deadlines(self, now: float) -> list[Load]:
-        """Cancels loads that are late or have stalled, and gives up those that do not end then. Returns the latter."""
+        """Cancels loads that are late or have stalled, and gives up those that do not end then. Returns the latter.
+        Lets requests start that have waited long enough for the loads of others."""
         given_up: list[Load] = []
+        if now >= self.starts.deadline:
+            self.starts.release()
         for load in list(self.sent.values()):
             has_stalled = now >= load.progress_at + self.cost.stall_s
             if has_stalled:
@@ -275,7 +278,7 @@ class BlockLoader:
                     given_up.append(load)
                 elif load.stage == "zombie":
                     self.quarantine(load)
-        self._set_alarm()
+        self.set_alarm()
         return given_up
 
     def quarantine(self, load: Load) -> None:
@@ -289,9 +292,10 @@ class BlockLoader:
         num_unsent = sum(load.stage == "ordered" for load in self.active.values())
         return num_unsent + sum(load.stage != "quarantined" for load in self.sent.values())
 
-    def _set_alarm(self) -> None:
+    def set_alarm(self) -> None:
+        """Sets `next_deadline` anew: a deadline has changed."""
         times = [min(load.deadline, load.progress_at + self.cost.stall_s) for load in self.sent.values()]
-        self.next_deadline = min(times, default=NEVER)
+        self.next_deadline = min([self.starts.deadline, *times])
 
 
 class JointStart:
@@ -326,7 +330,7 @@ class JointStart:
         if not self._awaited:
             self.release()
         elif (rest := self._loader.predict_rest(self._awaited)) is not None:
-            self.deadline = min(self._latest, now + rest)
+            self._set_deadline(min(self._latest, now + rest))
 
     def _begin(self, now: float) -> bool:
         """Decides for the first request of several."""
@@ -337,16 +341,16 @@ class JointStart:
         self._awaited, self._latest = set(active), now + JOINT_S
         return True
 
-    def check_deadline(self, now: float) -> None:
-        """Lets all start that are held if their time is over."""
-        if now >= self.deadline:
-            self.release()
-
     def release(self) -> None:
         """Lets all start that are held."""
         self._held.clear()
         self._awaited.clear()
-        self.deadline = NEVER
+        self._set_deadline(NEVER)
+
+    def _set_deadline(self, deadline: float) -> None:
+        if deadline != self.deadline:
+            self.deadline = deadline
+            self._loader.set_alarm()
 
     def note_started(self, request: Request) -> None:
         """Notes that a request runs: from now on there are steps beside loads."""

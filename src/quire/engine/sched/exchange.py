@@ -294,13 +294,12 @@ class KVExchange(NoExchange, AdmissionGate):
 
     @property
     def _next_deadline(self) -> float:
-        loader, saver = self.loader, self.saver
-        return min(loader.next_deadline, loader.starts.deadline, saver.next_deadline, self.connector.next_step_at)
+        return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at)
 
     def begin_round(self) -> None:
         loader, saver = self.loader, self.saver
         is_quiet = not (self.link.reports or self._deferred or saver.postponed)
-        is_quiet = is_quiet and saver.next_deadline is loader.next_deadline is loader.starts.deadline is NEVER
+        is_quiet = is_quiet and saver.next_deadline is loader.next_deadline is NEVER
         if is_quiet and self.connector.next_step_at is NEVER:
             return  # nearly always
         is_room_awaited = bool(self._waits) and None in self._waits.values()
@@ -312,7 +311,6 @@ class KVExchange(NoExchange, AdmissionGate):
         now = self.clock()
         if now >= self._next_deadline:
             saver.give_up(now)
-            loader.starts.check_deadline(now)
             for load in loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
@@ -477,7 +475,7 @@ class KVExchange(NoExchange, AdmissionGate):
             saves = saver.send(self._ids) + leases.send(self._ids)
             output.kv_connector_metadata = KVConnectorMetadata(loads or [], saves, self._take_cancels(), params)
         deadline = loader.next_deadline
-        if not (saver.next_deadline is loader.starts.deadline is self.connector.next_step_at is NEVER):
+        if saver.next_deadline is not NEVER or self.connector.next_step_at is not NEVER:
             deadline = self._next_deadline
         if self.link.alarm_at != deadline:
             self.link.alarm_at = deadline
