@@ -16,6 +16,8 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_ATTRIBUTES = 16
 FORBIDDEN_FILES = {"utils.py", "util.py", "helpers.py", "helper.py", "misc.py", "common.py"}
+FOLDERS = {".ci", ".github", "benchmarks", "csrc", "deploy", "docs", "examples", "scripts", "src", "tests", "tools"}
+MAX_SOURCE_BYTES = 1 << 20
 
 
 def test_files_are_small_and_named_after_what_they_hold() -> None:
@@ -68,6 +70,18 @@ def test_assets_are_shipped() -> None:
     ignored = subprocess.run(["git", "check-ignore", "--", *assets], cwd=ROOT, capture_output=True, text=True)
     assert ignored.stdout == ""
     assert {name for name in tracked.stdout.splitlines() if "/ui/" in name}
+
+
+def test_what_a_run_leaves_behind_is_not_committed() -> None:
+    """The root holds pages and settings, folders of it hold source: what a command wrote there comes from a mistake."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = listed.stdout.split("\0")
+    assert {name for name in names if "/" not in name and name.endswith((".json", ".npz", ".kvx", ".log"))} == set()
+    assert {name.split("/")[0] for name in names if "/" in name} <= FOLDERS
+    large = [n for n in names if n and (ROOT / n).is_file() and (ROOT / n).stat().st_size > MAX_SOURCE_BYTES]
+    assert [name for name in large if "/assets/" not in name] == []
 
 
 def test_assets_are_the_only_data() -> None:
