@@ -368,7 +368,7 @@ def test_an_audit_compares_what_was_computed_with_what_is_stored(tmp_path: Path)
     assert table is not None
     entry, descriptor = table.entries[3], open_extent(store.descriptor, extent.name)
     header = read_header(descriptor, entry.offset)
-    payload = bytearray(os.pread(descriptor, entry.payload_bytes, entry.offset + entry.head_bytes))
+    payload = bytearray(os.pread(descriptor, entry.stored_bytes, entry.offset + entry.head_bytes))
     os.close(descriptor)
     payload[7] ^= 1
     writer = store.create_extent(table.fingerprint)

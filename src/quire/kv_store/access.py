@@ -10,9 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from quire.kv_store.codec import decompress
 from quire.kv_store.directory import StoreDirectory, StoreFullError
 from quire.kv_store.extent import ExtentWriter, fill, open_extent, read_into
-from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordHeader, RecordMac
+from quire.kv_store.record import (
+    CODEC_RAW,
+    TAG_BYTES,
+    InvalidRecordError,
+    RecordHeader,
+    RecordMac,
+    stored_bytes_of,
+)
 from quire.logger import init_logger
 
 logger = init_logger(__name__)
@@ -72,9 +80,20 @@ class RecordReader:
         self._lock = threading.Lock()
 
     def read(self, extent: str, offset: int, header: RecordHeader, buffer: RecordBuffer) -> int:
-        """Reads the record at `offset`, which must be the one of `header`, into `buffer`. Returns where its payload
-        begins there. Raises InvalidRecordError."""
-        expected = header.encode()
+        """Reads the record at `offset`, which must be the one of `header`, into `buffer`. Returns where its payload, as
+        it is in memory, begins there. Raises InvalidRecordError."""
+        codec, head, stored = self.read_stored(extent, offset, header, buffer)
+        if codec == CODEC_RAW:
+            return len(head)
+        payload = decompress(stored, header.payload_bytes)
+        buffer.take(len(payload))[:] = payload
+        return 0
+
+    def read_stored(
+        self, extent: str, offset: int, header: RecordHeader, buffer: RecordBuffer
+    ) -> tuple[int, memoryview, memoryview]:
+        """Does what `read` does, but for decompressing. Returns the record: its codec, the header with tag, and the
+        payload as it is stored."""
         record = buffer.take(header.record_bytes)
         try:
             num_bytes = read_into(self._open(extent), [record], offset)
@@ -84,11 +103,12 @@ class RecordReader:
             self._count()
             raise InvalidRecordError("io", f"{extent} cannot be read: {e.strerror}") from None
         self._count()
-        if num_bytes != header.record_bytes:
+        start = header.header_bytes + TAG_BYTES
+        end = start + stored_bytes_of(record) if num_bytes >= start else len(record) + 1
+        if num_bytes < end:
             raise InvalidRecordError("truncated", f"{extent} ends within the record at {offset}")
-        start = len(expected) + TAG_BYTES
-        self._mac.check(expected, record[: len(expected)], record[len(expected) : start], [record[start:]])
-        return start
+        head, stored = record[:start], record[start:end]
+        return self._mac.check(header, head, [stored]), head, stored
 
     def _count(self) -> None:
         with self._lock:

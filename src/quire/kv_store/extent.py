@@ -9,7 +9,7 @@ synced or renamed: a torn record fails its tag, and what a dead process had writ
 
     record ... record | entries | u64 bytes of records | u32 entries | u32 version | fingerprint (32) | tag (32)
     | magic "QUIREKVT"
-    entry = digest (32) | u32 group | u32 bytes of header and tag | u64 offset | u64 bytes of payload
+    entry = digest (32) | u32 group | u32 bytes of header and tag | u64 offset | u64 bytes of the stored payload
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class Entry:
     offset: int
     head_bytes: int
     """Bytes of the header and the tag."""
-    payload_bytes: int
+    stored_bytes: int
+    """Bytes of the payload as it is stored."""
 
     @property
     def end(self) -> int:
         """Offset of the first byte after the record."""
-        return self.offset + self.head_bytes + self.payload_bytes
+        return self.offset + self.head_bytes + self.stored_bytes
 
 
 def open_extent(directory: int, name: str, *, is_writable: bool = False) -> int:
@@ -151,7 +152,7 @@ def follow(descriptor: int, start: int, fingerprint_start: bytes) -> Iterator[En
 
 
 def _entry_of(header: RecordHeader, offset: int) -> Entry:
-    return Entry(header.digest, header.group, offset, header.header_bytes + TAG_BYTES, header.payload_bytes)
+    return Entry(header.digest, header.group, offset, header.header_bytes + TAG_BYTES, header.stored_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,8 @@ class Table:
     def entries(self) -> list[Entry]:
         """Returns the entries as objects, which takes long for many."""
         return [
-            Entry(digest, group, offset, head_bytes, payload_bytes)
-            for digest, group, head_bytes, offset, payload_bytes in _ENTRY.iter_unpack(self.data)
+            Entry(digest, group, offset, head_bytes, stored_bytes)
+            for digest, group, head_bytes, offset, stored_bytes in _ENTRY.iter_unpack(self.data)
         ]
 
 
@@ -197,7 +198,7 @@ def write_table(descriptor: int, key: bytes, fingerprint: bytes, entries: Sequen
     """Seals an extent: appends the table of `entries` behind the last. Raises OSError."""
     failpoint("kv.seal")
     end = entries[-1].end if entries else 0
-    data = b"".join(_ENTRY.pack(e.digest, e.group, e.head_bytes, e.offset, e.payload_bytes) for e in entries)
+    data = b"".join(_ENTRY.pack(e.digest, e.group, e.head_bytes, e.offset, e.stored_bytes) for e in entries)
     counts = _COUNTS.pack(end, len(entries), TABLE_VERSION, fingerprint)
     table = data + counts + _table_tag(key, data, counts) + TABLE_MAGIC
     os.ftruncate(descriptor, end)
@@ -236,8 +237,8 @@ def find_damage(descriptor: int, entry: Entry, mac: RecordMac) -> str | None:
         header = decode_header(data)
         if _entry_of(header, entry.offset) != entry or len(data) != header.record_bytes:
             return "truncated"
-        head, body = data[: header.header_bytes], data[header.header_bytes + TAG_BYTES :]
-        mac.check(bytes(head), head, data[header.header_bytes : header.header_bytes + TAG_BYTES], [body])
+        start = header.header_bytes + TAG_BYTES
+        mac.check_tag(data[:start], [data[start:]])
     except InvalidRecordError as e:
         return e.reason
     return None

@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 from quire.errors import ConfigError
 from quire.wire.sockets import CurveKeys, curve_pair
 
-PEER_VERSION = 1
+PEER_VERSION = 2
 MAX_KEYS = 1 << 14
 """Most keys of a message: blocks of 262,144 tokens where they have 16."""
 MAX_CREDIT = 64

@@ -57,7 +57,7 @@ def read_records(descriptor: int) -> list[int]:
         assert read_into(descriptor, [head, *pieces], entry.offset) == entry.end - entry.offset
         for number in range(9):
             if head[:-TAG_BYTES] == header_of(number).encode():
-                RecordMac(KEY).check(header_of(number).encode(), head[:-TAG_BYTES], head[-TAG_BYTES:], pieces)
+                RecordMac(KEY).check(header_of(number), head, pieces)
                 found.append(number)
     return found
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 
 import pytest
 
 from quire.kv_store.record import (
+    CODEC_PLANES,
+    CODEC_RAW,
     MAX_PAYLOAD_BYTES,
     MAX_TOKENS,
     TAG_BYTES,
     InvalidRecordError,
+    RecordHeader,
     RecordMac,
     decode_header,
     make_header,
@@ -23,25 +27,29 @@ from ...seeds import seed_of, volume
 from .stores import FINGERPRINT, KEY, digest_of, header_of, payload_of
 
 GOLDEN = (
-    "51554952454b5631" "0100" "0000" "02000000" "03000000" "0400000000000000"
+    "51554952454b5631" "0200" "0000" "03000000" "0400000000000000"
+    "02000000" "0400000000000000"
     + "11" * 32 + "22" * 32 + "33" * 32
     + "0100000000000000" "ffffffffffffffff" "0000000001000000"
     "02000000" "6b31"
-    "150d8853fb75defb8273b63d2ae7fe759e55185e3a23363015db194e76b23f3c"
+    "ed91b7cdcd15ff9e4ea0f10503492fda3e78ac4e589b7191e423482324e37f24"
 )  # fmt: skip
 
 
-def record_of(number: int) -> bytes:
-    head, payload = header_of(number).encode(), payload_of(number)
-    return head + RecordMac(KEY).tag(head, payload) + b"".join(payload)
+def record_of(number: int, codec: int = 0) -> bytes:
+    """`codec`: the payload is 7 bytes that stand for compressed ones."""
+    stored = [memoryview(b"seven b")] if codec else payload_of(number)
+    head = dataclasses.replace(header_of(number), codec=codec, compressed_bytes=7 if codec else 0).encode()
+    return head + RecordMac(KEY).tag(head, stored) + b"".join(stored)
 
 
-def is_accepted(expected: bytes, record: bytes, key: bytes = KEY) -> bool:
+def is_accepted(wanted: RecordHeader, record: bytes, key: bytes = KEY) -> bool:
     """Reads as the worker does: where header, tag and payload are is known beforehand."""
-    view = memoryview(record)
-    head, tag, payload = view[: len(expected)], view[len(expected) :][:TAG_BYTES], view[len(expected) + TAG_BYTES :]
+    view, start = memoryview(record), wanted.header_bytes + TAG_BYTES
+    if len(view) < start:
+        return False
     try:
-        RecordMac(key).check(expected, head, tag, [payload])
+        RecordMac(key).check(wanted, view[:start], [view[start:]])
     except InvalidRecordError:
         return False
     return True
@@ -55,28 +63,30 @@ def test_golden_bytes() -> None:
     assert (header.header_bytes, header.record_bytes) == (len(head), len(head) + TAG_BYTES + 4)
 
 
-def test_the_tag_is_hmac_sha256_however_the_payload_is_cut() -> None:
+def test_the_tag_is_the_same_however_the_payload_is_cut() -> None:
     head = header_of(1).encode()
     assert RecordMac(KEY).tag(head, [b"ab", b"cd"]) == RecordMac(KEY).tag(head, [b"abcd"])
     assert RecordMac(KEY).tag(head, [b"abcd"]) != RecordMac(bytes(32)).tag(head, [b"abcd"])
+    assert RecordMac(KEY).tag(head + b"a", [b"bcd"]) != RecordMac(KEY).tag(head, [b"abcd"])
 
 
 def test_a_first_block_has_the_constant_parent() -> None:
     assert make_header(FINGERPRINT, digest_of(0), None, 0, [1], 4).parent == NONE_HASH
 
 
-def test_every_flipped_bit_is_noticed() -> None:
-    record, expected = bytearray(record_of(1)), header_of(1).encode()
-    assert is_accepted(expected, bytes(record))
+@pytest.mark.parametrize("codec", [CODEC_RAW, CODEC_PLANES])
+def test_every_flipped_bit_and_every_truncation_is_noticed(codec: int) -> None:
+    record, wanted = bytearray(record_of(1, codec)), header_of(1)
+    assert is_accepted(wanted, bytes(record))
     for bit in range(8 * len(record)):
         record[bit // 8] ^= 1 << bit % 8
-        assert not is_accepted(expected, bytes(record)), bit
+        assert not is_accepted(wanted, bytes(record)), bit
         record[bit // 8] ^= 1 << bit % 8
+    assert not any(is_accepted(wanted, bytes(record[:length])) for length in range(len(record)))
 
 
-def test_every_truncation_is_noticed() -> None:
+def test_a_header_that_is_not_whole_is_truncated() -> None:
     record, expected = record_of(1), header_of(1).encode()
-    assert not any(is_accepted(expected, record[:length]) for length in range(len(record)))
     for length in range(len(expected)):
         with pytest.raises(InvalidRecordError) as caught:
             decode_header(record[:length])
@@ -96,11 +106,22 @@ def test_another_block_is_never_taken_and_the_reason_is_named() -> None:
         (other_keys, "key"),
     ):
         with pytest.raises(InvalidRecordError) as caught:
-            mac.check(wanted.encode(), memoryview(head), tag, payload)
+            mac.check(wanted, memoryview(head + tag), payload)
         assert caught.value.reason == reason
     with pytest.raises(InvalidRecordError) as caught:
-        RecordMac(bytes(32)).check(head, memoryview(head), tag, payload)
+        RecordMac(bytes(32)).check(found, memoryview(head + tag), payload)
     assert caught.value.reason == "mac"
+
+
+def test_what_is_compressed_is_smaller_or_not_a_record() -> None:
+    header = header_of(1)
+    for codec, compressed_bytes in ((1, header.payload_bytes), (1, 1 << 40), (2, 7)):
+        with pytest.raises(InvalidRecordError) as caught:
+            decode_header(dataclasses.replace(header, codec=codec, compressed_bytes=compressed_bytes).encode())
+        assert caught.value.reason == "format"
+    compressed = dataclasses.replace(header, codec=CODEC_PLANES, compressed_bytes=7)
+    assert decode_header(compressed.encode()) == compressed
+    assert compressed.record_bytes == header.record_bytes - header.payload_bytes + 7
 
 
 def test_lengths_are_checked_before_anything_is_taken() -> None:

@@ -88,7 +88,7 @@ def test_only_a_record_is_stored_and_no_length_is_trusted(taker: Taker) -> None:
     cases += [(flipped, "mac"), (taker.frames(1, key=b"x" * 32), "mac"), (good[:2], "format"), (good[:1], "format")]
     cases += [([*good, b"more"], "format"), ([good[0] + b"x", *good[1:]], "format"), ([b"", *good[1:]], "truncated")]
     cases += [([head, tag, *good[1:]], "format"), ([b"\0" + good[0][1:], *good[1:]], "format")]
-    huge = head[:20] + (1 << 60).to_bytes(8, "little") + head[28:] + tag
+    huge = head[:28] + (1 << 60).to_bytes(8, "little") + head[36:] + tag
     cases += [([huge, *good[1:]], "format"), (taker.frames(1, fingerprint=OTHER), "key")]
     assert [taker.put(frames) for frames, _ in cases] == [reason for _, reason in cases]
     assert not taker.directory.list_extents()

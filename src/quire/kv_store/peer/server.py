@@ -159,19 +159,19 @@ class DirectorySource(BlockSource):
         try:
             descriptor = self._open(place.extent)
             header = read_header(descriptor, place.offset)
-            record, start = memoryview(bytearray(header.record_bytes)), header.header_bytes
+            record, start = memoryview(bytearray(header.record_bytes)), header.header_bytes + TAG_BYTES
             if (header.fingerprint, header.digest, header.group) != (fingerprint, digest, group):
                 raise InvalidRecordError("key", "it is another block's")
             if read_into(descriptor, [record], place.offset) != len(record):
                 raise InvalidRecordError("truncated", "its extent ends within it")
-            end = start + TAG_BYTES
-            self._mac.check(bytes(record[:start]), record[:start], record[start:end], [record[end:]])
+            head, stored = record[:start], record[start:]
+            self._mac.check_tag(head, [stored])
         except (OSError, InvalidRecordError) as e:
             logger.debug("a record of %s is not sent: %s", place.extent, e)
             index.forget(digest, group)
             return None
         index.note_use(digest, group)
-        return record[:end], record[end:]
+        return head, stored
 
     def put(self, fingerprint: bytes, frames: Sequence[bytes], report: Callable[[str], None]) -> None:
         assert self._taker is not None

@@ -135,12 +135,11 @@ class RecordTaker:
         frames. Raises InvalidRecordError."""
         head, *pieces = [memoryview(frame) for frame in put.frames]
         header = decode_header(head)
-        if header.header_bytes + TAG_BYTES != len(head) or header.payload_bytes != sum(map(len, pieces)):
+        if header.header_bytes + TAG_BYTES != len(head) or header.stored_bytes != sum(map(len, pieces)):
             raise InvalidRecordError("format", "it has other lengths than its header says")
         if header.fingerprint != put.fingerprint:
             raise InvalidRecordError("key", "it is of another namespace than its client's")
-        found = head[:-TAG_BYTES]
-        self._mac.check(bytes(found), found, head[-TAG_BYTES:], pieces)
+        self._mac.check_tag(head, pieces)
         return header
 
     def _writer_of(self, fingerprint: bytes) -> StoreWriter:

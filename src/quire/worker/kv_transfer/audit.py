@@ -9,8 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.kv_store.access import RecordBuffer, RecordReader
+from quire.kv_store.codec import prove_payload
 from quire.kv_store.peer.client import PeerClient, PeerError
-from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordHeader, RecordMac
+from quire.kv_store.record import InvalidRecordError, RecordHeader, RecordMac
 from quire.logger import init_logger
 from quire.wire.kv_transfer import KVConnectorOutput, SaveOrder, SaveResult, TransferOutcome
 from quire.worker.kv_transfer.transfers import NO_PLACE, Namespace
@@ -113,7 +114,7 @@ class Audit(BlockAudit):
         if place == NO_PLACE:
             raise InvalidRecordError("key", "the record is not in the index any more")
         start = self._reader.read(self._extents[place >> 32], place & 0xFFFFFFFF, header, self._buffer)
-        return self._buffer.take(header.record_bytes)[start:]
+        return self._buffer.take(start + header.payload_bytes)[start:]
 
     def end_source(self, index: int) -> str:
         extent = self._extents[self._places[index] >> 32]
@@ -153,15 +154,11 @@ class RemoteAudit(BlockAudit):
             ) as peer:
                 if not peer.have([name])[0]:
                     raise InvalidRecordError("key", f"{self._address} does not have it any more")
-                ((head, payload),) = peer.fetch("", [name], lambda: self.is_cancelled)
+                ((head, stored),) = peer.fetch("", [name], lambda: self.is_cancelled)
         except PeerError as e:
             self._fault = e
             raise
-        expected = header.encode()
-        if len(head) != len(expected) + TAG_BYTES or len(payload) != header.payload_bytes:
-            raise InvalidRecordError("format", "the record has another size")
-        self._mac.check(expected, head[:-TAG_BYTES], head[-TAG_BYTES:], [payload])
-        return payload
+        return prove_payload(self._mac, header, head, stored)
 
     def end_source(self, index: int) -> str:
         return f"nothing is taken from {self._address} for a while"

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.kv_store.codec import prove_payload
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer.client import PeerClient, PeerError
 from quire.kv_store.peer.server import BlockServer, BlockSource, Record
-from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
+from quire.kv_store.record import InvalidRecordError, RecordMac
 from quire.kv_store.rests import Rests
 from quire.logger import init_logger
 from quire.wire.kv_peers import RecordName, Release, Renew
@@ -212,13 +213,10 @@ class PeerLoad:
         with self._client.connect(address, namespace.fingerprint, incarnation, is_cancelled) as peer:
             records = peer.fetch(params.get("lease", ""), names, is_cancelled)
             places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
-            for ((position, group, block_id), following), (head, payload) in zip(places, records, strict=True):
+            for ((position, group, block_id), following), (head, stored) in zip(places, records, strict=True):
                 self._num_records += 1
                 header = namespace.header_of(group, keys[position])
-                expected = header.encode()
-                if len(head) != len(expected) + TAG_BYTES or len(payload) != header.payload_bytes:
-                    raise InvalidRecordError("format", "the record has another size")
-                self._mac.check(expected, head[:-TAG_BYTES], head[-TAG_BYTES:], [payload])
+                payload = prove_payload(self._mac, header, head, stored)
                 self._num_accepted += 1
                 namespace.blocks.copy_in(group, block_id, payload)
                 self._num_bytes += len(head) + len(payload)

@@ -90,7 +90,11 @@ class RecordWorker(KVConnectorWorker):
         if is_first:
             self._begin_hashing()
         elif self.namespace is not None:
-            self.namespace = Namespace(self.namespace.fingerprint, self.directory.key, self._blocks)
+            self.namespace = self._make_namespace(self.namespace.fingerprint, self._blocks)
+
+    def _make_namespace(self, fingerprint: bytes, blocks: BlockBytes) -> Namespace:
+        compresses = self.config.kv_transfer_config.kv_store_compress
+        return Namespace(fingerprint, self.directory.key, blocks, compresses=compresses)
 
     def set_weights(self, path: str) -> None:
         self._former_dir = self._model_dir
@@ -207,7 +211,7 @@ class RecordWorker(KVConnectorWorker):
         }
         logger.info("%s %s: namespace %s", self.what, self.directory.path, fingerprint.hex()[:16])
         with self._identity_lock:
-            self.namespace = Namespace(fingerprint, self.directory.key, self._blocks)
+            self.namespace = self._make_namespace(fingerprint, self._blocks)
             self._identity = KVConnectorOutput(info=info)
             self._report(self._identity)
         self.watch(fingerprint, generation)

@@ -73,9 +73,9 @@ class RemoteSave(Batch):
         self.is_cancelled = True
 
     def read(self, index: int) -> Record | None:
-        block, head = self.order.blocks[index], self.headers[index].encode()
-        payload = self._namespace.blocks.copy_out(block.group_id, block.block_id)
-        return head + self._mac.tag(head, [payload]), payload
+        header, stored = self._namespace.record_of(self.order.blocks[index])
+        head = header.encode()
+        return head + self._mac.tag(head, [stored]), stored
 
     def end(self, outcomes: Sequence[str]) -> None:
         num_saved = next((i for i, outcome in enumerate(outcomes) if outcome not in DONE), len(outcomes))
@@ -107,12 +107,11 @@ class _Copies(Batch):
     def read(self, index: int) -> Record | None:
         header, (extent, offset) = self.headers[index], self._places[index]
         try:
-            start = self._reader.read(extent, offset, header, self._buffer)
+            _, head, stored = self._reader.read_stored(extent, offset, header, self._buffer)
         except InvalidRecordError as e:
             logger.debug("a record is not copied: %s", e)
             return None
-        record = memoryview(bytes(self._buffer.take(header.record_bytes)))
-        return record[:start], record[start:]
+        return bytes(head), memoryview(bytes(stored))
 
     def end(self, outcomes: Sequence[str]) -> None:
         self._reader.close()

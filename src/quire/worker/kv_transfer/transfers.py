@@ -6,21 +6,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.kv_store.access import GONE, RecordBuffer, RecordReader, StoreWriter
-from quire.kv_store.record import InvalidRecordError, RecordHeader, make_header, seal_extra_keys
+from quire.kv_store.codec import compress
+from quire.kv_store.record import CODEC_PLANES, InvalidRecordError, RecordHeader, make_header, seal_extra_keys
 from quire.logger import init_logger
 from quire.wire.kv_transfer import (
     BlockKey,
     KVConnectorOutput,
     LoadOrder,
     LoadResult,
+    SavedBlock,
     SaveOrder,
     SaveResult,
     TransferOutcome,
@@ -47,9 +49,13 @@ Written = Callable[[RecordHeader, str, int], None]
 class BlockBytes:
     """The bytes of all blocks, by group."""
 
-    def __init__(self, parts: list[list[npt.NDArray[np.uint8]]]) -> None:
-        """`parts`, per group: `AttentionBackend.block_views` of each layer in order."""
+    def __init__(
+        self, parts: list[list[npt.NDArray[np.uint8]]], element_bytes: Mapping[int, int] | None = None
+    ) -> None:
+        """`parts`, per group: `AttentionBackend.block_views` of each layer in order. `element_bytes`, of a group's
+        index: of a number in its blocks."""
         self._parts = parts
+        self._element_bytes = element_bytes or {}
         self.payload_bytes = [sum(part.shape[1] for part in group) for group in parts]
         """Bytes of a block, per group."""
         self._memory = [
@@ -70,7 +76,8 @@ class BlockBytes:
         parts: list[list[npt.NDArray[np.uint8]]] = [[] for _ in memory.specs]
         for name, group in memory.layer_groups.items():
             parts[group] += memory.backend.block_views(memory.caches[name])
-        return BlockBytes(parts)
+        sizes = {group: memory.caches[name].key.element_size() for name, group in memory.layer_groups.items()}
+        return BlockBytes(parts, sizes)
 
     def pieces(self, group: int, block_id: int) -> list[memoryview]:
         """Returns the memory of one block of a group: keys and values of each layer in order."""
@@ -108,19 +115,33 @@ class BlockBytes:
         parts = [part[block_id] for part in self._parts[group]]
         return np.concatenate(parts).data if parts else memoryview(b"")
 
+    def compress(self, group: int, payload: memoryview) -> bytes | None:
+        """Returns a block's bytes, compressed; None: they do not become less."""
+        return compress(payload, self._element_bytes.get(group, 1))
+
 
 class Namespace:
-    """Makes the headers of records of one fingerprint, and of one memory."""
+    """Makes the records of one fingerprint, and of one memory."""
 
-    def __init__(self, fingerprint: bytes, key: bytes, blocks: BlockBytes) -> None:
+    def __init__(self, fingerprint: bytes, key: bytes, blocks: BlockBytes, *, compresses: bool = False) -> None:
+        """`compresses`: payloads are stored with codec 1 if that makes them smaller."""
         self.fingerprint, self.blocks = fingerprint, blocks
-        self._key = key
+        self._key, self._compresses = key, compresses
 
     def header_of(self, group: int, key: BlockKey) -> RecordHeader:
         """Returns the header that the record of a block has."""
         extra_keys = seal_extra_keys(self._key, key.extra_keys)
         size = self.blocks.payload_bytes[group]
         return make_header(self.fingerprint, key.digest, key.parent, group, key.token_ids, size, extra_keys)
+
+    def record_of(self, block: SavedBlock) -> tuple[RecordHeader, memoryview]:
+        """Returns the header of a block's record, and a copy of its payload as it is stored."""
+        header = self.header_of(block.group_id, block.key)
+        payload = self.blocks.copy_out(block.group_id, block.block_id)
+        stored = self.blocks.compress(block.group_id, payload) if self._compresses else None
+        if stored is None:
+            return header, payload
+        return replace(header, codec=CODEC_PLANES, compressed_bytes=len(stored)), memoryview(stored)
 
 
 @dataclass
@@ -317,9 +338,8 @@ class Save:
                 self._seconds += time.monotonic() - start_ts
                 return False
             try:
-                block = self.order.blocks[index]
-                header = self._namespace.header_of(block.group_id, block.key)
-                reason = writer.append(header, [self._namespace.blocks.copy_out(block.group_id, block.block_id)])
+                header, stored = self._namespace.record_of(self.order.blocks[index])
+                reason = writer.append(header, [stored])
             except Exception:
                 logger.exception("save %d failed", self.order.save_id)
                 reason = "error"
