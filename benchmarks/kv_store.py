@@ -1,9 +1,11 @@
 """Measures the KV store: reading beside its ceilings, a first token after a restart, what storing costs, and blocks
 taken from another engine.
 
-    python -m benchmarks.kv_store [--dir DIRECTORY] [--model half] [--tokens 8192] [reading] [restart] [cost] [pd]
+    python -m benchmarks.kv_store [--dir DIRECTORY] [--model half] [--tokens 8192] [PART ...]
 
 reading: GB/s of records into blocks, beside the file alone and the tags alone (goal: 85 % of the lower one).
+codec: of the blocks of the demo model over a page of these docs: bytes as they are compressed, of those in memory, and
+how many of these are compressed and decompressed in a second, by one thread.
 restart: seconds to the first token of a long prompt: computed, and read by an engine that was killed and started again,
 with the file pages in memory and dropped; how long the last block took to be stored.
 cost: tokens per second of W2 and W4 with a store in which nothing is found, beside none, and processor time.
@@ -34,6 +36,7 @@ from benchmarks.models import find_checkpoint
 from quire import LLM, SamplingParams
 from quire.cli.bench.workloads import WORKLOADS, IdRange
 from quire.kv_store.access import RecordBuffer, RecordReader, StoreWriter
+from quire.kv_store.codec import compress, decompress
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import follow, open_extent, read_into
 from quire.kv_store.record import TAG_BYTES, RecordHeader, RecordMac, make_header
@@ -142,6 +145,41 @@ def measure_reading(directory: Path) -> None:
         print(f"| {name} | {alone:.2f} | {tags:.2f} | {both:.2f} GB/s | {both / min(alone, tags):.0%} |")
     reader.close()
     shutil.rmtree(directory)
+
+
+# -- codec ---------------------------------------------------------------------------------------------------------
+
+
+def measure_codec(directory: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "kv_store.md").read_text(encoding="utf-8")
+    print("| type | share | compressed | decompressed |\n|---|--:|--:|--:|")
+    for dtype, element_bytes in (("bfloat16", 2), ("float32", 4)):
+        shutil.rmtree(directory, ignore_errors=True)
+        with LLM("demo", dtype=dtype, kv_store=str(directory), kv_store_size=STORE_BYTES) as llm:
+            llm.generate(text[:4000], SamplingParams(max_tokens=1), use_tqdm=False)
+        payloads = [memoryview(payload) for payload in read_payloads(directory)]
+        num_bytes, rows = sum(map(len, payloads)), []
+        for _ in range(5):
+            start = time.perf_counter()
+            stored = [compress(payload, element_bytes) or b"" for payload in payloads]
+            compressed = time.perf_counter()
+            read = [decompress(memoryview(one), len(payloads[0])) for one in stored]
+            rows.append((num_bytes / (compressed - start), num_bytes / (time.perf_counter() - compressed)))
+            assert list(map(bytes, read)) == list(map(bytes, payloads))
+        rates = [statistics.median(column) / 1e6 for column in zip(*rows, strict=True)]
+        print(f"| {dtype} | {sum(map(len, stored)) / num_bytes:.1%} | {rates[0]:.0f} MB/s | {rates[1]:.0f} MB/s |")
+    shutil.rmtree(directory)
+
+
+def read_payloads(directory: Path) -> list[bytes]:
+    store, payloads = StoreDirectory.open(directory, STORE_BYTES), []
+    for file in store.list_extents():
+        descriptor, table = open_extent(store.descriptor, file.name), store.load_table(file)
+        assert table is not None
+        payloads += [os.pread(descriptor, e.stored_bytes, e.offset + e.head_bytes) for e in table.entries]
+        os.close(descriptor)
+    store.close()
+    return payloads
 
 
 # -- restart -------------------------------------------------------------------------------------------------------
@@ -330,15 +368,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="time of cost")
     parser.add_argument("--serve-once", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.parts == ["reading"]:
+    if "reading" in args.parts:
         measure_reading(args.dir)
+    if "codec" in args.parts:
+        measure_codec(args.dir)
+    if not set(args.parts) - {"reading", "codec"}:
         return
     model = find_checkpoint(args.model)
     if args.serve_once is not None:
         serve_once(model, args.dir, args.tokens, args.serve_once)
         return
-    if "reading" in args.parts:
-        measure_reading(args.dir)
     if "restart" in args.parts:
         measure_restart(model, args.dir, args.tokens)
     if "cost" in args.parts:

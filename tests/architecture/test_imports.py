@@ -48,7 +48,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "vocabulary": {"msgspec"},
     "config": {"huggingface_hub", "msgspec"},
     "wire": {"msgspec", "zmq", "numpy"},
-    "kv_store": {"numpy", "msgspec", "zmq"},
+    "kv_store": {"numpy", "msgspec", "zmq", "blake3", "zstandard"},
     "worker": {"torch", "safetensors", "numpy", "transformers"},
     "engine": {"zmq", "numpy", "msgspec", "llguidance", "xgrammar"},
     "frontend": {

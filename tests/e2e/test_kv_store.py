@@ -24,6 +24,7 @@ from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import open_extent, read_header
 from quire.kv_store.index import StoreIndex, StoreScanner
 from quire.kv_store.peer.server import BlockServer, DirectorySource, Record
+from quire.kv_store.record import CODEC_PLANES, CODEC_RAW
 from quire.testing.metrics_audit import MetricsAudit
 from quire.testing.tiny_models import make_tiny_checkpoint
 from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, decode_batch
@@ -69,14 +70,15 @@ def answer(llm: LLM, adapter: LoRARequest | None = None) -> tuple[list[list[tupl
     return rows, output.num_cached_tokens or 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_an_engine_that_reads_has_the_bits_of_one_that_computes(kind: str, tmp_path: Path) -> None:
-    """gemma2 has two groups, of which one has a window."""
+@pytest.mark.parametrize(("kind", "is_compressed"), [("llama", False), ("gemma2", True)])
+def test_an_engine_that_reads_has_the_bits_of_one_that_computes(kind: str, is_compressed: bool, tmp_path: Path) -> None:
+    """gemma2 has two groups, of which one has a window. What is compressed is read by any engine."""
     model, directory = make_tiny_checkpoint(tmp_path / kind, kind), tmp_path / "store"
     with engine(model, None) as llm:
         expected, _ = answer(llm)
-    with engine(model, directory) as llm:  # when it ends, it has written what it has computed
+    with engine(model, directory, kv_store_compress=is_compressed) as llm:  # it has written what it has computed
         assert answer(llm) == (expected, 0)
+    assert codecs_of(directory) == {CODEC_PLANES if is_compressed else CODEC_RAW}
     with engine(model, directory, max_num_batched_tokens=64, max_num_seqs=8) as llm:
         assert answer(llm) == (expected, NUM_STORED * 16)
     with engine(make_tiny_checkpoint(tmp_path / "other", kind, seed=1), directory) as llm:
@@ -242,6 +244,19 @@ def count_blocks(directory: Path) -> int:
     return total
 
 
+def codecs_of(directory: Path) -> set[int]:
+    """Returns by which codecs records are stored."""
+    store, codecs = StoreDirectory.open(directory, 1 << 30), set()
+    for extent in store.list_extents():
+        table = store.load_table(extent)
+        assert table is not None
+        descriptor = open_extent(store.descriptor, extent.name)
+        codecs |= {read_header(descriptor, entry.offset).codec for entry in table.entries}
+        os.close(descriptor)
+    store.close()
+    return codecs
+
+
 def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"
     sizes = []
@@ -312,7 +327,7 @@ def test_a_remote_store_has_the_bits_of_what_is_computed(
     monkeypatch.setattr(tiers, "ASK_S", 60.0)
     monkeypatch.setattr(BlockLoader, "check_deadlines", lambda self, now: [])  # a slow machine takes blocks, too
     model = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2")
-    with engine(model, tmp_path / "served") as llm:
+    with engine(model, tmp_path / "served", kv_store_compress=is_beside_a_store) as llm:
         expected, _ = answer(llm)
     monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
     store = StoreDirectory.open(tmp_path / "served", 0, is_made=False)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quire.kv_store.record import CODEC_RAW, InvalidRecordError, RecordHeader, RecordMac
 
 LEVEL = 1
-"""Of zstd; higher ones are slower and, on these planes, hardly smaller."""
+"""Level of zstd. Higher ones are slower and, on these planes, hardly smaller."""
 _HEAD = struct.Struct("<II")
 _ELEMENTS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 """Unsigned integers by their bytes."""

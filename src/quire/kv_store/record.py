@@ -208,7 +208,7 @@ class RecordMac:
         """Returns the codec of a record, `head` with its tag. Raises InvalidRecordError unless it is the wanted one,
         however its payload is stored, and has the right tag."""
         expected = wanted.encode()
-        if head[_STORED.size : -TAG_BYTES] != expected[_STORED.size :]:
+        if bytes(head[_STORED.size : -TAG_BYTES]) != expected[_STORED.size :]:
             raise InvalidRecordError(*_difference(expected, head[:-TAG_BYTES]))
         codec, num_tokens, stored_bytes = _decode_stored(head)
         _check_stored(codec, stored_bytes, wanted.payload_bytes)

@@ -39,6 +39,26 @@ def test_the_short_flags(tmp_path: Path) -> None:
     assert config.kv_connector_extra_config == {"path": str(tmp_path), "max_bytes": 1 << 30, "skip_salted": True}
 
 
+def test_compression_by_the_flag_and_as_a_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flag = {"path": str(tmp_path)}, {"kv_store_compress": True}
+    assert not settle(kv_connector=STORE, **extra(**path)).kv_store_compress
+    assert settle(kv_connector=STORE, **extra(**path, codec=1)).kv_store_compress
+    assert settle(kv_connector=PEERS, **extra(tiers=[REMOTE], codec=1)).kv_store_compress
+    for flags in ({"kv_store": str(tmp_path)}, {"kv_store_remote": REMOTE}):
+        config = EngineArgs("demo", **flags, **flag).create_engine_config().kv_transfer_config
+        assert config.kv_store_compress
+        assert "codec" not in config.kv_connector_extra_config
+    both = EngineArgs("demo", kv_store=str(tmp_path), kv_store_remote=REMOTE, **flag).create_engine_config()
+    assert [part.kv_store_compress for part in both.kv_transfer_config.parts] == [True, True]
+    with pytest.raises(ConfigError, match="add --kv-store"):
+        EngineArgs("demo", **flag).create_engine_config()
+    with pytest.raises(ConfigError, match="codec"):
+        settle(kv_connector=STORE, **extra(**path, codec=2))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"quire\[zstd\]"):
+        settle(kv_connector=STORE, **extra(**path, codec=1))
+
+
 @pytest.mark.parametrize("values", [{"kv_connector": STORE}, {"kv_connector": "M", "kv_connector_module_path": "a"}])
 def test_the_configuration_crosses_to_the_core(values: dict[str, Any]) -> None:
     args = EngineArgs("demo", kv_transfer_config=values | {"kv_role": "kv_both"} | extra(path="x"))

@@ -23,6 +23,7 @@ from quire.kv_store.record import TAG_BYTES, RecordMac, make_header
 from quire.wire import sockets
 from quire.wire.kv_peers import (
     MAX_KEYS,
+    PEER_VERSION,
     PUT_CREDIT,
     Credit,
     Get,
@@ -415,7 +416,7 @@ def test_nothing_is_answered_before_the_key_is_proven(server: BlockServer, sourc
     raw, name = Raw(server), source.add(1)
     asks = [Have(1, [name]), Get(1, "lease", [name]), Renew(["lease"]), Release(["lease"]), Credit(1, 1), Put(1)]
     for ask in asks:
-        for before in ([], [Hello(1, FINGERPRINT, "D", b"n" * 32)], [Proof(b"p" * 32)]):
+        for before in ([], [Hello(PEER_VERSION, FINGERPRINT, "D", b"n" * 32)], [Proof(b"p" * 32)]):
             for message in (*before, ask):
                 raw.socket.send(msgspec.msgpack.encode(message))
             answers = [msgspec.msgpack.decode(raw.socket.recv())[0] for _ in (*before, ask)]
@@ -431,7 +432,7 @@ def test_mutated_messages_neither_crash_a_server_nor_take_its_memory(
     rng = random.Random(seed_of(5))
     raw, names = Raw(server), [source.add(number) for number in range(8)]
     valid = [
-        Hello(1, FINGERPRINT, "D", b"n" * 32), Proof(b"p" * 32), Have(1, names), Get(1, "lease", names, 8),
+        Hello(PEER_VERSION, FINGERPRINT, "D", b"n" * 32), Proof(b"p" * 32), Have(1, names), Get(1, "lease", names, 8),
         Credit(1, 60), Renew(["lease"]), Release(["a"]), Put(3),
     ]  # fmt: skip
     for _ in range(volume(3000)):
@@ -472,7 +473,7 @@ def test_many_sessions_end_the_oldest_of_those_without_proof(server: BlockServer
         peer.have([])
         for _ in range(server_module.MAX_UNPROVEN + 3):
             raw = Raw(server)
-            raw.socket.send(msgspec.msgpack.encode(Hello(1, FINGERPRINT, "D", b"n" * 32)))
+            raw.socket.send(msgspec.msgpack.encode(Hello(PEER_VERSION, FINGERPRINT, "D", b"n" * 32)))
             raw.socket.recv()
             raws.append(raw)
         assert len(server._sessions) == server_module.MAX_UNPROVEN + 1
