@@ -224,6 +224,43 @@ def test_a_server_that_fails_in_the_middle_of_a_put_costs_no_answer(
     store.close()
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("place", ["kv.peer.message=kill,key=Put", "kv.write=kill"])
+def test_what_a_server_had_when_it_was_killed_is_stored_by_the_next(
+    place: str, has_own: bool, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+
+    async def run(server: subprocess.Popen[str], address: str) -> None:
+        async with running(dataclasses.replace(reading_args(address), **own)) as engine:
+            tokens, _ = await answer(engine, "computed")
+            while server.poll() is None:
+                await asyncio.sleep(0.01)
+            with serving(shared, address, WRITES):
+                await until_stored(shared, PROMPT_LEN // 16)
+                while (counts := saved_by(engine))["kv_remote_saves_waiting"] or counts["kv_saves_waiting"]:
+                    await answer(engine, "a step", 1)  # counts come with steps
+                metrics = engine.llm.pipeline.stats.metrics
+                assert metrics is not None
+                outcomes = {
+                    one: metrics.snapshot().value("quire_kv_remote_saves", one)
+                    for one in ("error", "rate", "full", "pins", "refused", "gone")
+                }
+                assert not any(outcomes.values())
+                dropped = [
+                    metrics.snapshot().value("quire_kv_saves_dropped", reason)
+                    for reason in ("error", "rate", "full", "pins", "evicted")
+                ]
+                assert not any(dropped)
+                await until_read(engine, tokens)
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as faults:
+            faults.setenv("QUIRE_FAILPOINTS", f"{place},skip=5")
+            server, address = stack.enter_context(serving(shared, "tcp://127.0.0.1:0", WRITES))
+        asyncio.run(run(server, address))
+
+
 @pytest.mark.parametrize("place", ["kv.peer.put", "kv.peer.answer=kill,key=Taken"])
 def test_an_engine_that_is_killed_in_the_middle_of_a_put_goes_on(
     place: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,9 @@ already: their records wait in a bounded queue, and are read from the directory 
 server that is away, too.
 
 Whatever the server does costs a bound: an answer may take SILENCE_S, and a server with a fault rests
-(`kv_store/rests.py`). It is tried again without any record.
+(`kv_store/rests.py`). It is tried again without any record. What it has not answered for is put again then: the engine
+orders such blocks anew if they are still in memory, and such records go back into their queue. Records at which a
+server fails MAX_FAULTS times are given up.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from quire.kv_store.record import InvalidRecordError, RecordHeader, RecordMac
 from quire.kv_store.rests import MAX_REST_S, Rests
 from quire.logger import init_logger
 from quire.wire.kv_peers import MAX_KEYS
-from quire.wire.kv_transfer import KVConnectorOutput, SaveOrder, SaveResult, TransferOutcome
+from quire.wire.kv_transfer import (
+    AWAY,
+    REMOTE_SAVE_OUTCOMES,
+    KVConnectorOutput,
+    SaveOrder,
+    SaveResult,
+    TransferOutcome,
+)
 from quire.worker.kv_transfer.record_worker import lower_priority
 from quire.worker.kv_transfer.transfers import LATE_S, PROGRESS_S, Namespace
 from quire.worker.kv_transfer.worker import Report
@@ -37,10 +46,10 @@ MAX_COPIES = 1 << 13
 """Most records of a directory that wait to be put."""
 MAX_BATCH = 64
 """Most records of a directory that are put at once."""
+MAX_FAULTS = 3
+"""Faults of the server while records are put, with none that it has taken between them, after which they are not put
+again: one of them may be the cause."""
 DONE = ("stored", "present")
-OUTCOMES = (*DONE, "full", "rate", "error", "gone", "refused", "pins")
-"""Outcomes of a record. gone: its extent was deleted before. refused: the server takes none. pins: its block was
-needed."""
 ServerState = Literal["open", "away", "closed"]
 """open: records are taken. away: it has failed, and is tried again. closed: it takes none."""
 
@@ -83,7 +92,7 @@ class RemoteSave(Batch):
         outcome: TransferOutcome = "cancelled" if reason == "pins" else "partial" if reason else "ok"
         if outcome == "partial" and not num_saved:
             outcome = "failed"
-        named = {"": "", "pins": "", "full": "full", "rate": "rate"}.get(reason, "error")
+        named = {"": "", "pins": "", "full": "full", "rate": "rate", AWAY: AWAY}.get(reason, "error")
         result = SaveResult(self.order.save_id, num_saved, outcome, reason=named)
         result.num_present = sum(outcome == "present" for outcome in outcomes[:num_saved])
         result.num_bytes = sum(
@@ -99,13 +108,13 @@ class _Copies(Batch):
     """Records of a directory."""
 
     def __init__(self, directory: StoreDirectory, records: Sequence[tuple[RecordHeader, str, int]]) -> None:
+        self.records = records
         self.headers = [header for header, _, _ in records]
-        self._places = [(extent, offset) for _, extent, offset in records]
         self._reader = RecordReader(directory, RecordMac(directory.key))
         self._buffer = RecordBuffer()
 
     def read(self, index: int) -> Record | None:
-        header, (extent, offset) = self.headers[index], self._places[index]
+        header, extent, offset = self.records[index]
         try:
             _, head, stored = self._reader.read_stored(extent, offset, header, self._buffer)
         except InvalidRecordError as e:
@@ -154,6 +163,8 @@ class RemoteSaver:
         self._saves: deque[RemoteSave] = deque()
         self._copies: deque[tuple[RecordHeader, str, int]] = deque()
         self._counts = _Counts()
+        self._num_faults = 0
+        """Faults of the server while records were put, since it has taken one."""
         self._lock = threading.Condition()
         """Guards all that other threads touch, and wakes the thread."""
         self._stop_at: float | None = None
@@ -262,20 +273,43 @@ class RemoteSaver:
         try:
             if self._state == "closed":
                 left = "refused"
-            elif self._state != "away":
+            elif self._state == "away":
+                left = AWAY
+            else:
                 left = self._put_all(batch, outcomes)
         except PeerError as e:
             if e.reason == "cancelled":
                 left = "pins"
             else:
+                left = self._end_put(outcomes)
                 self._note_fault(e)
         except Exception:
             logger.exception("records were not put")
         outcomes = [outcome or left for outcome in outcomes]
+        ended = self._take_back(batch, outcomes) if isinstance(batch, _Copies) else outcomes
         with self._lock:
-            self._counts.outcomes.update(outcomes)
-            self._counts.num_waiting -= len(outcomes)
+            self._counts.outcomes.update(ended)
+            self._counts.num_waiting -= len(ended)
         batch.end(outcomes)
+
+    def _end_put(self, outcomes: Sequence[str]) -> str:
+        """Returns the outcome of the records that a server with a fault has not answered for."""
+        self._num_faults = 1 if "stored" in outcomes else self._num_faults + 1
+        if self._num_faults < MAX_FAULTS:
+            return AWAY
+        self._num_faults = 0
+        return "error"
+
+    def _take_back(self, copies: _Copies, outcomes: Sequence[str]) -> list[str]:
+        """Puts records that are to be put again back into the queue, before those that came since. Returns the outcomes
+        of the others; what there is no room for is the newest."""
+        back = [record for record, outcome in zip(copies.records, outcomes, strict=True) if outcome == AWAY]
+        with self._lock:
+            self._copies.extendleft(reversed(back))
+            num_dropped = max(0, len(self._copies) - MAX_COPIES)
+            for _ in range(num_dropped):
+                self._copies.pop()
+        return [outcome for outcome in outcomes if outcome != AWAY] + ["rate"] * num_dropped
 
     def _put_all(self, batch: Batch, outcomes: list[str]) -> str:
         """Sets the outcomes of records that are answered. Returns that of the others. Raises PeerError."""
@@ -303,8 +337,10 @@ class RemoteSaver:
                 outcomes[index] = "present"
             records = self._read(batch, [i for i in wanted if not outcomes[i]], outcomes)
             for index, outcome in peer.put(records, is_cancelled):
-                outcomes[index] = outcome if outcome in OUTCOMES else "error"
+                outcomes[index] = outcome if outcome in REMOTE_SAVE_OUTCOMES else "error"
             self._rests.note_good(self._address)
+        if "stored" in outcomes:
+            self._num_faults = 0
         if is_cancelled():
             return "pins"
         return next((outcome for outcome in outcomes if outcome in ("full", "rate", "error")), "rate")

@@ -16,6 +16,7 @@ from quire.config.kv_transfer import KVTransferConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
+from quire.engine.kv_cache import saver as saver_module
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import RemoteSaves
@@ -28,7 +29,7 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.kv_transfer import KVConnectorOutput, SavedBlock, SaveResult
+from quire.wire.kv_transfer import AWAY, KVConnectorOutput, SavedBlock, SaveResult
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -609,6 +610,46 @@ def postpone(tier: FakeTier, **options: Any) -> Engine:
     assert engine.held() == {}
     assert engine.transfers.num_waiting_saves == {"pinned": 0, "postponed": 8}
     return engine
+
+
+def test_what_a_store_had_when_it_failed_is_saved_later(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.worker.manners = ["away"]
+    engine.add("a")
+    engine.step(2)
+    tier.takes_saves = False
+    engine.clock.now += 1.0
+    engine.move()
+    engine.step()
+    assert engine.held() == {}
+    counts = engine.transfers
+    assert counts.num_waiting_saves == {"pinned": 0, "postponed": 4}, "one has come since"
+    assert (counts.num_saves_begun, counts.num_saved_blocks, counts.num_dropped_blocks) == (8, 4, {})
+    engine.worker.manners, tier.takes_saves = ["good"], True
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.finish()
+    assert len(tier.records) == 8
+    assert (engine.transfers.num_saved_blocks, engine.transfers.num_dropped_blocks) == (8, {})
+    assert engine.transfers.save_lags[0] == engine.transfers.save_lags[1] == 1.0
+
+
+def test_what_a_store_had_when_it_failed_is_postponed_within_a_bound(
+    tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that has lost its content meanwhile is not, and the oldest go first."""
+    monkeypatch.setattr(saver_module, "MAX_POSTPONED", 4)
+    engine = Engine(tier)
+    engine.worker.manners = ["hung"]
+    engine.add("a")
+    engine.step(2)
+    saver = engine.exchange.saver
+    ((save_id, order),) = saver.sent.items()
+    tier.takes_saves = False
+    engine.scheduler.kv_cache_manager.block_pool.blocks[order.blocks.block_ids[6]].forgotten_at = 1 << 40
+    saver.end(SaveResult(save_id, 1, "partial", reason=AWAY), engine.clock.now)
+    assert list(saver.postponed) == order.blocks.block_ids[2:6]
+    assert saver.counts.num_dropped == {"evicted": 2}
+    engine.worker.kill()
 
 
 def test_what_is_computed_before_the_store_can_take_it_is_saved_later(tier: FakeTier) -> None:
