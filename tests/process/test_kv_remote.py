@@ -261,6 +261,51 @@ def test_what_a_server_had_when_it_was_killed_is_stored_by_the_next(
         asyncio.run(run(server, address))
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_reset_drops_what_is_at_a_server_that_takes_blocks(has_own: bool, shared: Path, tmp_path: Path) -> None:
+    """Another engine misses what it has found there before, and its answer is the same."""
+
+    async def run() -> None:
+        own = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+        with serving(shared, "tcp://127.0.0.1:0", WRITES) as (server, address):
+            args = dataclasses.replace(reading_args(address), tensor_parallel_size=1 if has_own else 2, **own)
+            async with running(args) as engine, running(dataclasses.replace(args, kv_store=None)) as other:
+                tokens, _ = await answer(engine, "computed")
+                await until_read(other, tokens)
+                assert await engine.llm.reset_prefix_cache(reset_connector=True)
+                assert StoreDirectory.open(shared, 1 << 30).list_extents() == []
+                tokens_then, num_cached = await answer_anew(other, "missed")
+                assert (tokens_then, num_cached) == (tokens, 0)
+                assert (await answer(engine, "computed again"))[0] == tokens
+                await until_read(other, tokens)
+                os.kill(server.pid, signal.SIGSTOP)
+                assert not await engine.llm.reset_prefix_cache(reset_connector=True)
+                os.kill(server.pid, signal.SIGCONT)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["only reads", "kv.evict=kill", "kv.peer.message=kill,key=Drop"])
+def test_a_reset_says_that_a_server_has_not_dropped_its_records(
+    fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(address: str) -> None:
+        async with running(reading_args(address)) as engine:
+            tokens, _ = await answer(engine, "the first")
+            await until_read(engine, tokens)
+            assert not await engine.llm.reset_prefix_cache(reset_connector=True)
+            if fault == "only reads":
+                await until_read(engine, tokens)
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as faults:
+            if fault != "only reads":
+                faults.setenv("QUIRE_FAILPOINTS", fault)
+            flags = () if fault == "only reads" else (WRITES,)
+            _, address = stack.enter_context(serving(directory, "tcp://127.0.0.1:0", *flags))
+        asyncio.run(run(address))
+
+
 @pytest.mark.parametrize("place", ["kv.peer.put", "kv.peer.answer=kill,key=Taken"])
 def test_an_engine_that_is_killed_in_the_middle_of_a_put_goes_on(
     place: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -159,6 +159,29 @@ def test_what_an_engine_has_written_to_its_directory_is_put_too(
         own.close()
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_records_are_dropped_at_a_server_that_takes_them(
+    has_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(3)
+    with serving(tmp_path / "served") as (store, server):
+        monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+        own: dict[str, Any] = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+        make: Any = StoreAndPeersWorker if has_own else PeerWorker
+        engine = Engine(make, kv_store_remote=server.address, **own)
+        assert engine.wait("store_state") == "open"
+        assert engine.save(keys, [1, 2, 3]).num_saved == 3
+        engine.until_counted(3)
+        order: dict[str, Any] = {"peers": {"drop": 5}, "store": {"reset": True}} if has_own else {"drop": 5}
+        engine.worker.start(KVConnectorMetadata(params=order))
+        assert engine.wait("dropped") == [5, {server.address: "dropped"}]
+        assert store.list_extents() == []
+        assert engine.save(keys, [1, 2, 3], 2).num_saved == 3
+        engine.until_counted(6)
+        assert engine.counts["stored"] == 6, "they are there anew"
+        engine.worker.close()
+
+
 def test_a_server_that_only_reads_is_given_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path / "served", 0) as (store, server):
         monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
@@ -522,6 +545,33 @@ def test_records_at_which_a_server_dies_go_back_to_their_places(
     assert saver.states.get(timeout=60) == "open"
     assert saver.total(8) == {"stored": 7, "rate": 1}, "the newest had no room"
     assert [head[:-32] for head in saver.server.taken] == [header_of(number).encode() for number in range(7)]
+
+
+def test_records_that_are_to_be_dropped_at_the_server_do_not_come_after(copies: Copies) -> None:
+    saver, write = copies
+    assert saver.begin() == "open"
+    is_taking, goes_on = threading.Event(), threading.Event()
+
+    def take(number: int) -> str:
+        is_taking.set()
+        goes_on.wait()
+        return "stored"
+
+    saver.server.take = take
+    saver.saver.copy(*write(0))
+    is_taking.wait()
+    saver.saver.copy(*write(1))
+    saver.saver.forget_copies(time.monotonic())
+    assert saver.saver._batch is not None, "its time is over"
+    forgetting = threading.Thread(target=saver.saver.forget_copies, args=(time.monotonic() + 60,))
+    forgetting.start()
+    goes_on.set()
+    forgetting.join()
+    assert saver.saver._batch is None
+    assert saver.total(2) == {"gone": 2}
+    assert saver.server.taken == []
+    saver.saver.forget_copies(time.monotonic() + 60)
+    assert saver.states.empty()
 
 
 def test_records_are_not_kept_for_a_server_that_takes_none(copies: Copies) -> None:

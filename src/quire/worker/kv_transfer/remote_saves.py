@@ -19,11 +19,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from quire.kv_store.access import RecordBuffer, RecordReader
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerConnection, PeerError, Record
+from quire.kv_store.peer.client import PeerClient, PeerConnection, PeerError, Record, retry_stale
 from quire.kv_store.record import InvalidRecordError, RecordHeader, RecordMac
 from quire.kv_store.rests import MAX_REST_S, Rests
 from quire.logger import init_logger
@@ -162,6 +163,8 @@ class RemoteSaver:
         """Namespace of the last records; None: none is known."""
         self._saves: deque[RemoteSave] = deque()
         self._copies: deque[tuple[RecordHeader, str, int]] = deque()
+        self._batch: _Copies | None = None
+        """Records of the directory that are being put."""
         self._counts = _Counts()
         self._num_faults = 0
         """Faults of the server while records were put, since it has taken one."""
@@ -201,6 +204,19 @@ class RemoteSaver:
             self._copies.append((header, extent, offset))
             self._lock.notify()
 
+    def forget_copies(self, deadline: float) -> None:
+        """Forgets the records of the directory, and waits until none of them is being put, or until `deadline`: those
+        at the server are to be dropped, and none may come after."""
+        with self._lock:
+            self._counts.outcomes["gone"] += len(self._copies)
+            self._counts.num_waiting -= len(self._copies)
+            self._copies.clear()
+            batch = self._batch
+            if batch is not None:
+                batch.is_cancelled = True
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._batch is not batch or batch is None, deadline - time.monotonic())
+
     def stop(self, deadline: float) -> bool:
         """Ends the thread: until `deadline` it goes on. Returns False if it hangs."""
         with self._lock:
@@ -219,6 +235,9 @@ class RemoteSaver:
                 self._put(*batch)
             else:
                 self._try()
+            with self._lock:
+                self._batch = None
+                self._lock.notify_all()
             self._send_counts()
             del batch  # it holds the memory of the KV cache, which may be released now
 
@@ -239,7 +258,8 @@ class RemoteSaver:
                 if self._saves:
                     return (self._saves.popleft(),)
                 if is_awaited and self._directory is not None:
-                    return (self._take_copies(self._directory),)
+                    self._batch = self._take_copies(self._directory)
+                    return (self._batch,)
                 self._lock.wait(left)
 
     def _take_copies(self, directory: StoreDirectory) -> _Copies:
@@ -276,7 +296,7 @@ class RemoteSaver:
             elif self._state == "away":
                 left = AWAY
             else:
-                left = self._put_all(batch, outcomes)
+                left = retry_stale(partial(self._put_all, batch, outcomes))
         except PeerError as e:
             if e.reason == "cancelled":
                 left = "pins"
@@ -302,7 +322,9 @@ class RemoteSaver:
 
     def _take_back(self, copies: _Copies, outcomes: Sequence[str]) -> list[str]:
         """Puts records that are to be put again back into the queue, before those that came since. Returns the outcomes
-        of the others; what there is no room for is the newest."""
+        of the others; what there is no room for is the newest. Those that were cancelled are gone."""
+        if copies.is_cancelled:
+            return ["gone" if outcome in (AWAY, "pins") else outcome for outcome in outcomes]
         back = [record for record, outcome in zip(copies.records, outcomes, strict=True) if outcome == AWAY]
         with self._lock:
             self._copies.extendleft(reversed(back))
@@ -313,16 +335,6 @@ class RemoteSaver:
 
     def _put_all(self, batch: Batch, outcomes: list[str]) -> str:
         """Sets the outcomes of records that are answered. Returns that of the others. Raises PeerError."""
-        for attempt in range(MAX_IDLE + 1):  # connections from before a restart of the server are tried and dropped
-            try:
-                return self._put_by_one(batch, outcomes)
-            except PeerError as e:
-                if e.reason != "stale" or attempt == MAX_IDLE:
-                    raise
-        raise AssertionError("the last attempt ends it")
-
-    def _put_by_one(self, batch: Batch, outcomes: list[str]) -> str:
-        """Does what `_put_all` does, by one connection."""
 
         def is_cancelled() -> bool:
             return batch.is_cancelled or self._is_over()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from quire.engine.core import EngineCore
 from quire.engine.kv_cache import saver as saver_module
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import RemoteSaves
+from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
@@ -29,7 +30,7 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.kv_transfer import AWAY, KVConnectorOutput, SavedBlock, SaveResult
+from quire.wire.kv_transfer import AWAY, KVConnectorMetadata, KVConnectorOutput, SavedBlock, SaveResult
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -878,6 +879,31 @@ def test_the_store_can_be_dropped(filled: FakeTier) -> None:
     engine.add("a")
     engine.step()
     assert engine.status("a") is RequestStatus.RUNNING
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_a_store_that_is_dropped_later_is_waited_for(tier: FakeTier, outcome: bool) -> None:
+    """A core with a loop of its own goes on meanwhile; another waits, within a bound."""
+    engine, sent, end = Engine(tier), list[KVConnectorMetadata](), Future[bool]()
+    connector: Any = engine.exchange.connector
+    connector.reset_cache, connector.take_message = lambda: end, lambda: {"drop": 1}
+    connector.update_connector_output = lambda report: end.done() or end.set_result(outcome)
+    engine.exchange.link.send = sent.append
+    lifecycle = engine.core.lifecycle
+    waited = wait_by_moving(engine, does_move=False)
+    assert lifecycle.reset_prefix_cache(reset_connector=True) is False
+    assert RESET_S / 2 <= sum(waited) <= 2 * RESET_S
+    lifecycle.can_wait = True
+    assert lifecycle.reset_prefix_cache(reset_connector=True) is end
+    assert [order.params for order in sent] == [{"drop": 1}, {"drop": 1}]
+    lifecycle.pause_scheduler("keep")
+    engine.exchange.link.put(KVConnectorOutput())
+    while engine.core.has_work():
+        engine.step()
+    assert end.result(timeout=0) is outcome, "also in a pause"
+    lifecycle.can_wait = False
+    assert lifecycle.reset_prefix_cache(reset_connector=True) is outcome
+    assert lifecycle.reset_prefix_cache() is True
 
 
 def test_a_snapshot_shows_what_is_held(filled: FakeTier) -> None:
