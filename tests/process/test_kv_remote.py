@@ -224,6 +224,88 @@ def test_a_server_that_fails_in_the_middle_of_a_put_costs_no_answer(
     store.close()
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("place", ["kv.peer.message=kill,key=Put", "kv.write=kill"])
+def test_what_a_server_had_when_it_was_killed_is_stored_by_the_next(
+    place: str, has_own: bool, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+
+    async def run(server: subprocess.Popen[str], address: str) -> None:
+        async with running(dataclasses.replace(reading_args(address), **own)) as engine:
+            tokens, _ = await answer(engine, "computed")
+            while server.poll() is None:
+                await asyncio.sleep(0.01)
+            with serving(shared, address, WRITES):
+                await until_stored(shared, PROMPT_LEN // 16)
+                while (counts := saved_by(engine))["kv_remote_saves_waiting"] or counts["kv_saves_waiting"]:
+                    await answer(engine, "a step", 1)  # counts come with steps
+                metrics = engine.llm.pipeline.stats.metrics
+                assert metrics is not None
+                outcomes = {
+                    one: metrics.snapshot().value("quire_kv_remote_saves", one)
+                    for one in ("error", "rate", "full", "pins", "refused", "gone")
+                }
+                assert not any(outcomes.values())
+                dropped = [
+                    metrics.snapshot().value("quire_kv_saves_dropped", reason)
+                    for reason in ("error", "rate", "full", "pins", "evicted")
+                ]
+                assert not any(dropped)
+                await until_read(engine, tokens)
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as faults:
+            faults.setenv("QUIRE_FAILPOINTS", f"{place},skip=5")
+            server, address = stack.enter_context(serving(shared, "tcp://127.0.0.1:0", WRITES))
+        asyncio.run(run(server, address))
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_reset_drops_what_is_at_a_server_that_takes_blocks(has_own: bool, shared: Path, tmp_path: Path) -> None:
+    """Another engine misses what it has found there before, and its answer is the same."""
+
+    async def run() -> None:
+        own = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+        with serving(shared, "tcp://127.0.0.1:0", WRITES) as (server, address):
+            args = dataclasses.replace(reading_args(address), tensor_parallel_size=1 if has_own else 2, **own)
+            async with running(args) as engine, running(dataclasses.replace(args, kv_store=None)) as other:
+                tokens, _ = await answer(engine, "computed")
+                await until_read(other, tokens)
+                assert await engine.llm.reset_prefix_cache(reset_connector=True)
+                assert StoreDirectory.open(shared, 1 << 30).list_extents() == []
+                tokens_then, num_cached = await answer_anew(other, "missed")
+                assert (tokens_then, num_cached) == (tokens, 0)
+                assert (await answer(engine, "computed again"))[0] == tokens
+                await until_read(other, tokens)
+                os.kill(server.pid, signal.SIGSTOP)
+                assert not await engine.llm.reset_prefix_cache(reset_connector=True)
+                os.kill(server.pid, signal.SIGCONT)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["only reads", "kv.evict=kill", "kv.peer.message=kill,key=Drop"])
+def test_a_reset_says_that_a_server_has_not_dropped_its_records(
+    fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(address: str) -> None:
+        async with running(reading_args(address)) as engine:
+            tokens, _ = await answer(engine, "the first")
+            await until_read(engine, tokens)
+            assert not await engine.llm.reset_prefix_cache(reset_connector=True)
+            if fault == "only reads":
+                await until_read(engine, tokens)
+
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as faults:
+            if fault != "only reads":
+                faults.setenv("QUIRE_FAILPOINTS", fault)
+            flags = () if fault == "only reads" else (WRITES,)
+            _, address = stack.enter_context(serving(directory, "tcp://127.0.0.1:0", *flags))
+        asyncio.run(run(address))
+
+
 @pytest.mark.parametrize("place", ["kv.peer.put", "kv.peer.answer=kill,key=Taken"])
 def test_an_engine_that_is_killed_in_the_middle_of_a_put_goes_on(
     place: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MANNERS: tuple[tuple[Manner, ...], ...] = (
     ("good",),
     ("good",),
-    ("good", "twice"),
+    ("good", "twice", "away"),
     (*["good"] * 9, "hung"),
     (*["good"] * 9, "twice", "hung", "wedged"),
     ("wedged", "good"),

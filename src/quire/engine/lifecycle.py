@@ -209,16 +209,21 @@ class Lifecycle:
 
     # -- caches ----------------------------------------------------------------------------------------------------
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool | Future[bool]:
         """Drops all cached prefixes. Returns False if running requests hold blocks and may not be preempted.
 
-        `reset_connector` drops what is stored outside the engine, too; without a connector there is nothing.
+        `reset_connector` drops what is stored outside the engine, too, and may return a Future, whose result is False
+        if a store has not done it; without a connector there is nothing.
         """
         with InterruptShield():
             is_reset = self._scheduler.reset_prefix_cache(reset_running_requests)
             if is_reset and self._executor.config.speculative_config.drafting is not None:
                 self._executor.collective_rpc("reset_drafter")  # what it learned comes from the same texts
-            return is_reset and (not reset_connector or self._exchange.reset_store())
+            if not is_reset or not reset_connector:
+                return is_reset
+            return self._exchange.reset_store(can_wait=self.can_wait)
 
     def _reset_caches(self) -> None:
         """Drops all cached prefixes, whatever runs. Raises ServerError if blocks are still in use."""

@@ -217,6 +217,15 @@ class StoreDirectory:
         self.remove(extent.name)
         return True
 
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        """Deletes all extents of a namespace, those that are open too: their writers begin others. Returns their
+        number."""
+        names = [one.name for one in self.list_extents() if one.namespace == fingerprint.hex()[:NAMESPACE_DIGITS]]
+        for name in names:
+            failpoint("kv.evict")
+            self.remove(name)
+        return len(names)
+
     def remove(self, name: str) -> None:
         """Deletes an extent. Processes that have it open read on."""
         with contextlib.suppress(FileNotFoundError):

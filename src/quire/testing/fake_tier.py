@@ -34,6 +34,7 @@ from quire.engine.request import Request, RequestStatus
 from quire.testing.fake_hardware import KVMemory, ProtocolError
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import (
+    AWAY,
     BlockKey,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -48,8 +49,9 @@ from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 
 SOURCE = "disk"
 PEER = "p2p:peer"
-Manner = Literal["good", "hung", "twice", "wedged"]
-"""hung: ends by a cancel only. twice: is reported twice. wedged: writes nonsense, and does not end until freed."""
+Manner = Literal["good", "hung", "twice", "wedged", "away"]
+"""hung: ends by a cancel only. twice: is reported twice. wedged: writes nonsense, and does not end until freed. away:
+the store fails in the middle of a save; a load is good."""
 GARBAGE = 0xEE
 
 CONNECTORS["FakeTier"] = ConnectorSpec(f"{__name__}:FakeTierScheduler", f"{__name__}:make_worker")
@@ -286,6 +288,8 @@ class FakeTierWorker(KVConnectorWorker):
         elif transfer.leased:
             self._check_lease(transfer)
             transfer.num_done += 1
+        elif transfer.manner == "away" and 2 * transfer.num_done >= self._size(transfer):
+            self._end(transfer, "partial" if transfer.num_done else "failed", AWAY)
         else:
             self._save(transfer, transfer.order)
         return True
@@ -366,10 +370,9 @@ class FakeTierWorker(KVConnectorWorker):
             if transfer.read(block_id) != slots:
                 raise ProtocolError(f"block {block_id} has changed while it was leased")
 
-    def _end(self, transfer: _Transfer, outcome: TransferOutcome) -> None:
+    def _end(self, transfer: _Transfer, outcome: TransferOutcome, reason: str = "") -> None:
         del self.active[transfer.id]
         num_bytes = 1000 * transfer.num_done
-        reason = ""
         if transfer.leased:
             self._check_lease(transfer)
             reason = "released" if outcome == "ok" else "broken"
@@ -379,7 +382,9 @@ class FakeTierWorker(KVConnectorWorker):
             result.num_rejected = dict(transfer.num_rejected)
             report = KVConnectorOutput(loads=[result])
         else:
-            saved = SaveResult(transfer.id, 0 if reason else transfer.num_done, outcome, num_bytes, 0.001, reason)
+            saved = SaveResult(
+                transfer.id, 0 if transfer.leased else transfer.num_done, outcome, num_bytes, 0.001, reason
+            )
             report = KVConnectorOutput(saves=[saved])
         for _ in range(2 if transfer.manner == "twice" else 1):
             self.report(report)

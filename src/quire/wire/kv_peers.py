@@ -14,7 +14,8 @@ answered before.
                                        <-  Block + header and tag + payload, for each key in order; Gone ends it
     Renew(leases), Release(leases)     ->
     Put + header and tag + payload     ->
-                                       <-  Taken, for each in order
+    Drop                               ->
+                                       <-  Taken, for each of both in order
 
 A server sends as many blocks as it has credit for, and takes PUT_CREDIT records of a session at once, if it takes any.
 A record is what `kv_store/record.py` describes, and is verified as one that was read from a file, on either side.
@@ -41,6 +42,10 @@ MAX_REQUEST_BYTES = 1 << 20
 """Longest frame of a client: MAX_KEYS take less, and a payload that is put has several."""
 PUT_CREDIT = 4
 """Records of a session that may be put before the first of them is answered."""
+DROPPED = "dropped"
+"""Outcome of a `Drop`: no record is there that was before it."""
+DROP_S = 5.0
+"""Time in which a server must have dropped records."""
 MAX_RECORD_BYTES = 50 << 20
 """Longest frame of a server."""
 
@@ -112,6 +117,12 @@ class Put(Struct, array_like=True, tag="put", gc=False):
     put_id: Number
 
 
+class Drop(Struct, array_like=True, tag="drop", gc=False):
+    """Deletes all records of the session's fingerprint, if records are taken."""
+
+    put_id: Number
+
+
 class Welcome(Struct, array_like=True, tag="welcome", gc=False):
     """Proves that the server has the key."""
 
@@ -155,14 +166,14 @@ class Gone(Struct, array_like=True, tag="gone", gc=False):
 
 
 class Taken(Struct, array_like=True, tag="taken", gc=False):
-    """Answers a `Put`, after the record was written if it is to be."""
+    """Answers a `Put`, after the record was written if it is to be, or a `Drop`."""
 
     put_id: Number
     outcome: PeerName
-    """stored; present: it was there; or a reason: rate, full, error, or one of REJECTIONS."""
+    """stored; present: it was there; DROPPED; or a reason: rate, full, error, or one of REJECTIONS."""
 
 
-PeerRequest = Hello | Proof | Have | Get | Credit | Renew | Release | Put
+PeerRequest = Hello | Proof | Have | Get | Credit | Renew | Release | Put | Drop
 PeerAnswer = Welcome | Refused | Bitmap | Block | Gone | Taken
 
 

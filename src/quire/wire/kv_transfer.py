@@ -26,6 +26,11 @@ import msgspec
 
 REJECTIONS = ("mac", "truncated", "key", "tokens", "format", "io")
 """Reasons for which a record is not used. key: it is another block's, or of another namespace."""
+AWAY = "away"
+"""Reason of a save, and outcome of a record: the server has failed before it answered. It may be stored later."""
+REMOTE_SAVE_OUTCOMES = ("stored", "present", "full", "rate", "error", "gone", "refused", "pins", AWAY)
+"""Outcomes of a record that is put to a block server. The first two: it is there. full, rate, error: the server has not
+written it. gone: it was deleted here before. refused: the server takes none. pins: its block was needed here."""
 TransferOutcome = Literal["ok", "partial", "failed", "cancelled", "unknown"]
 """ok: all blocks. partial, failed: some or none, because of an error. cancelled: some or none, because of a cancel.
 unknown: the worker has never had the order."""
@@ -168,6 +173,8 @@ class SaveResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     num_bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
+    """Reason of "partial" and "failed": full, rate, error, or AWAY, after which the rest is ordered again. Of a lease:
+    how it has ended."""
     differing: list[int] = []
     """Blocks of an audit that are not what is stored, by index in the order; `num_saved` are the same."""
     num_present: int = 0

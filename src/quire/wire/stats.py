@@ -198,7 +198,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     num_remote_saves_begun: int = 0
     """Records that were to be put to a block server: those that have ended since, or wait."""
     num_remote_saves: dict[str, int] = {}
-    """Records that have ended, by outcome: `worker/kv_transfer/remote_saves.py: OUTCOMES`."""
+    """Records that have ended, by outcome: `wire/kv_transfer.py: REMOTE_SAVE_OUTCOMES`."""
     num_waiting_remote_saves: int = 0
 
 

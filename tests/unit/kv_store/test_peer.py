@@ -26,6 +26,7 @@ from quire.wire.kv_peers import (
     PEER_VERSION,
     PUT_CREDIT,
     Credit,
+    Drop,
     Get,
     Have,
     Hello,
@@ -60,6 +61,11 @@ class Memory(BlockSource):
             report(f"outcome {len(self.puts)}")
 
     answers_puts = True
+
+    def drop(self, fingerprint: bytes, report: Callable[[str], None]) -> None:
+        assert fingerprint == FINGERPRINT
+        self.puts.clear()
+        report("dropped")
 
     def add(self, number: int, group: int = 0) -> RecordName:
         name = group, bytes([number]) * 32
@@ -353,6 +359,28 @@ def test_a_server_that_takes_none_and_one_that_is_given_too_many(
         put(1, b"head")
     with pytest.raises(NotImplementedError):
         BlockSource.put(source, FINGERPRINT, [], lambda outcome: None)
+    with pytest.raises(NotImplementedError):
+        BlockSource.drop(source, FINGERPRINT, lambda outcome: None)
+
+
+def test_records_of_a_session_are_dropped_if_any_are_taken(
+    server: BlockServer, source: Memory, client: PeerClient
+) -> None:
+    def drop(*frames: bytes) -> str:
+        with client.connect(server.address, FINGERPRINT) as peer:
+            if frames:
+                peer.send(Drop(1), *frames)
+            return peer.drop(60.0, never)
+
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert list(peer.put([(1, (b"head", memoryview(b"")))], never)) == [(1, "outcome 1")]
+    assert drop() == "dropped"
+    assert source.puts == []
+    with pytest.raises(PeerError, match="message does not fit"):
+        drop(b"a frame")
+    source.takes_records = False
+    with pytest.raises(PeerError, match="puts does not fit"):
+        drop()
 
 
 def test_an_answer_for_another_record_ends_the_connection(
@@ -388,6 +416,15 @@ def test_a_directory_takes_records(tmp_path: Path) -> None:
         assert list(peer.put([(0, record), (1, record)], never)) == [(0, "stored"), (1, "present")]
         until(lambda: peer.have([name]) == [True])  # a scan has found it
         assert [(bytes(one[0]), bytes(one[1])) for one in peer.fetch("", [name], never)] == [(record[0], payload)]
+        with client.connect(server.address, b"\x08" * 32) as other:
+            assert other.drop(60.0, never) == "dropped"
+        assert peer.have([name]) == [True], "that is another's"
+        assert peer.drop(60.0, never) == "dropped"
+        assert peer.have([name]) == [False]
+        with pytest.raises(PeerError, match="has lost block 0"):
+            list(peer.fetch("", [name], never))
+    with client.connect(server.address, FINGERPRINT) as peer:
+        assert list(peer.put([(0, record)], never)) == [(0, "stored")], "it is not taken as written lately"
     client.close()
     server.close()
     (extent,) = store.list_extents()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.kv_store.access import StoreWriter
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import find_damage
 from quire.kv_store.index import StoreIndex
@@ -122,6 +123,31 @@ def test_each_namespace_has_an_extent_up_to_a_number(taker: Taker, monkeypatch: 
     extents = taker.directory.list_extents()
     assert len(extents) == 6
     assert sum(taker.directory.is_sealed(extent) for extent in extents) == 4
+
+
+def test_a_namespace_is_dropped_and_no_other(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extents that others write are deleted, too; what is put after it is stored."""
+    other = StoreWriter(taker.directory)
+    assert other.append(header_of(7), payload_of(7)) == ""
+    assert taker.put(taker.frames(1)) == "stored"
+    assert taker.put(taker.frames(2, fingerprint=OTHER), OTHER) == "stored"
+    scans: list[int] = []
+
+    def drop() -> str:
+        taker.taker.drop(FINGERPRINT, lambda: scans.append(1), taker.outcomes.put)
+        return taker.outcomes.get(timeout=60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(taker.directory, "list_extents", lambda: 1 / 0)
+        assert drop() == "error"
+    assert taker.find(1), "it is sealed and there"
+    assert drop() == "dropped"
+    assert scans == [1]
+    assert [taker.find(1), taker.find(7), taker.find(2, OTHER)] == [False, False, True]
+    assert other.append(header_of(8), payload_of(8)) == ""
+    assert taker.put(taker.frames(1)) == "stored"
+    assert [taker.find(number) for number in (1, 7, 8)] == [True, False, True], "their writer has begun another"
+    other.seal()
 
 
 def test_what_was_written_long_ago_is_left_to_the_index(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,29 @@ def test_what_an_engine_has_written_to_its_directory_is_put_too(
         own.close()
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_records_are_dropped_at_a_server_that_takes_them(
+    has_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(3)
+    with serving(tmp_path / "served") as (store, server):
+        monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+        own: dict[str, Any] = {"kv_store": str(tmp_path / "own"), "kv_store_size": 1 << 30} if has_own else {}
+        make: Any = StoreAndPeersWorker if has_own else PeerWorker
+        engine = Engine(make, kv_store_remote=server.address, **own)
+        assert engine.wait("store_state") == "open"
+        assert engine.save(keys, [1, 2, 3]).num_saved == 3
+        engine.until_counted(3)
+        order: dict[str, Any] = {"peers": {"drop": 5}, "store": {"reset": True}} if has_own else {"drop": 5}
+        engine.worker.start(KVConnectorMetadata(params=order))
+        assert engine.wait("dropped") == [5, {server.address: "dropped"}]
+        assert store.list_extents() == []
+        assert engine.save(keys, [1, 2, 3], 2).num_saved == 3
+        engine.until_counted(6)
+        assert engine.counts["stored"] == 6, "they are there anew"
+        engine.worker.close()
+
+
 def test_a_server_that_only_reads_is_given_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path / "served", 0) as (store, server):
         monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
@@ -312,10 +335,10 @@ def test_a_server_with_a_fault_rests_and_is_tried_without_a_record(
         return "stored"
 
     saver.server.take = die
-    assert saver.put(0, 1, 2) == ["stored", "error", "error"]
+    assert saver.put(0, 1, 2) == ["stored", "away", "away"]
     assert saver.states.get(timeout=60) == "away"
     num_connected = saver.server.num_connected
-    assert saver.put(3, 4) == ["error", "error"]
+    assert saver.put(3, 4) == ["away", "away"]
     assert saver.server.num_connected == num_connected
     no_rests(monkeypatch)
     saver.saver._rests.note_good("server")  # that rest is a long one
@@ -345,8 +368,35 @@ def test_connections_from_before_a_restart_are_dropped(saver: Saver) -> None:
     assert saver.states.get(timeout=60) == "open"
     stale[0] = -1 << 30
     saver.server.connect = fail("stale")
-    assert saver.put(2) == ["error"]
+    assert saver.put(2) == ["away"]
     assert saver.states.get(timeout=60) == "away"
+
+
+def test_records_at_which_a_server_fails_again_and_again_are_given_up(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_rests(monkeypatch)
+    assert saver.begin() == "open"
+
+    def put(num_taken: int) -> list[str]:
+        def die(index: int) -> str:
+            if index == num_taken:
+                raise PeerError("silent", "a fault")
+            return "stored"
+
+        saver.server.take = die
+        outcomes = saver.put(1, 2)
+        assert [saver.states.get(timeout=60) for _ in range(2)] == ["away", "open"]
+        return outcomes
+
+    assert put(0) == ["away", "away"]
+    assert put(1) == ["stored", "away"], "one that it has taken begins the count anew"
+    assert put(0) == ["away", "away"]
+    assert put(0) == ["error", "error"]
+    assert put(0) == ["away", "away"]
+    saver.server.take = lambda number: "stored"
+    assert saver.put(1, 2) == ["stored", "stored"]
+    assert [put(0)[0] for _ in range(3)] == ["away", "away", "error"]
 
 
 def test_a_cancelled_save_ends_and_an_error_of_ours_costs_it_alone(saver: Saver) -> None:
@@ -414,6 +464,8 @@ def test_a_save_and_its_result() -> None:
         (["rate", "rate", "rate", "rate"], (0, "failed", "rate", 0)),
         (["stored", "refused", "present", "refused"], (1, "partial", "error", 0)),
         (["stored", "pins", "pins", "pins"], (1, "cancelled", "", 0)),
+        (["stored", "away", "present", "away"], (1, "partial", "away", 0)),
+        (["away", "away", "away", "away"], (0, "failed", "away", 0)),
     ]
     for outcomes, expected in cases:
         save.end(outcomes)
@@ -460,6 +512,66 @@ def test_written_records_wait_for_a_server_that_is_away(copies: Copies, monkeypa
     assert saver.states.get(timeout=60) == "open"
     assert saver.total(4) == {"stored": 3, "gone": 1}
     assert [head[:-32] for head in saver.server.taken] == [header_of(number).encode() for number in range(3)]
+
+
+def test_records_at_which_a_server_dies_go_back_to_their_places(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, write = copies
+    monkeypatch.setattr(rests, "REST_S", 3600.0)
+    monkeypatch.setattr(remote_saves, "MAX_COPIES", 6)
+    is_taking, goes_on = threading.Event(), threading.Event()
+
+    def die(number: int) -> str:
+        is_taking.set()
+        goes_on.wait()
+        if number == 1:
+            raise PeerError("silent", "a fault")
+        return "stored"
+
+    saver.server.take = die
+    assert saver.begin() == "open"
+    monkeypatch.setattr(remote_saves, "MAX_BATCH", 3)
+    with saver.saver._lock:  # in one batch
+        for number in range(3):
+            saver.saver.copy(*write(number))
+    is_taking.wait()
+    for number in range(3, 8):
+        saver.saver.copy(*write(number))
+    goes_on.set()
+    assert saver.states.get(timeout=60) == "away"
+    saver.server.take = lambda number: "stored"
+    saver.saver.begin(FINGERPRINT)
+    assert saver.states.get(timeout=60) == "open"
+    assert saver.total(8) == {"stored": 7, "rate": 1}, "the newest had no room"
+    assert [head[:-32] for head in saver.server.taken] == [header_of(number).encode() for number in range(7)]
+
+
+def test_records_that_are_to_be_dropped_at_the_server_do_not_come_after(copies: Copies) -> None:
+    saver, write = copies
+    assert saver.begin() == "open"
+    is_taking, goes_on = threading.Event(), threading.Event()
+
+    def take(number: int) -> str:
+        is_taking.set()
+        goes_on.wait()
+        return "stored"
+
+    saver.server.take = take
+    saver.saver.copy(*write(0))
+    is_taking.wait()
+    saver.saver.copy(*write(1))
+    saver.saver.forget_copies(time.monotonic())
+    assert saver.saver._batch is not None, "its time is over"
+    forgetting = threading.Thread(target=saver.saver.forget_copies, args=(time.monotonic() + 60,))
+    forgetting.start()
+    goes_on.set()
+    forgetting.join()
+    assert saver.saver._batch is None
+    assert saver.total(2) == {"gone": 2}
+    assert saver.server.taken == []
+    saver.saver.forget_copies(time.monotonic() + 60)
+    assert saver.states.empty()
 
 
 def test_records_are_not_kept_for_a_server_that_takes_none(copies: Copies) -> None:

@@ -523,6 +523,14 @@ def test_a_reset_deletes_what_is_stored_of_this_model(make_engine: Callable[...,
     assert list((tmp_path / "store").glob("*.kvx")) == []
 
 
+def test_a_reset_before_the_namespace_is_known_does_nothing(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    namespace, engine.worker.namespace = engine.worker.namespace, None
+    engine.worker.start(KVConnectorMetadata(params={"reset": True}))
+    engine.worker.namespace = namespace
+    assert engine.save(make_keys(1), [1]).num_saved == 1, "its thread goes on"
+
+
 def test_released_memory_is_not_held(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     keys = make_keys(3)

@@ -31,6 +31,12 @@ class Server:
         self.num_asked = 0
         self.asked_for: list[list[RecordName]] = []
 
+    takes_records = True
+    outcome = "dropped"
+
+    def drop(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> str:
+        return self.outcome
+
     def have(self, keys: Sequence[RecordName], timeout_s: float | None = None) -> list[bool]:
         self.asked_for.append(list(keys))
         return [True] * len(keys)
@@ -163,6 +169,35 @@ def test_a_server_that_has_answered_another_question_meanwhile_is_not_dead(engin
     assert len(engine.ask()) == 2
     late.answer("server 0", ALL)
     assert engine.reports.empty()
+
+
+def test_records_are_dropped_at_all_servers_and_each_says_why_not(engine: Engine) -> None:
+    reports: queue.Queue[dict[str, str]] = queue.Queue()
+    prepared: list[float] = []
+
+    def drop() -> list[str]:
+        engine.asker.drop(FINGERPRINT, prepared.append, reports.put)
+        return [outcome for _, outcome in sorted(reports.get(timeout=60).items())]
+
+    first, second = engine.servers.values()
+    assert drop() == ["dropped", "dropped"]
+    assert len(prepared) == 2
+    first.takes_records, second.outcome = False, "error"
+    assert drop() == ["it is served without --allow-writes", "its disk fails (error)"]
+    first.connect, second.connect = fail("unreachable"), lambda: 1 / 0  # type: ignore[assignment,return-value]
+    assert drop() == ["a fault", "an error of this engine"]
+    num_stale = [0]
+
+    def connect() -> None:
+        num_stale[0] += 1
+        if num_stale[0] <= MAX_IDLE:
+            raise PeerError("stale", "it was started again")
+
+    first.connect = second.connect = lambda: None
+    first.connect, first.takes_records, second.outcome = connect, True, "dropped"
+    assert drop() == ["dropped", "dropped"]
+    engine.asker.drop(None, prepared.append, reports.put)
+    assert set(reports.get(timeout=60).values()) == {"the namespace is not known yet"}
 
 
 def test_without_servers_nothing_is_asked() -> None:

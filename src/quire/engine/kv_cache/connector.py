@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config.engine import EngineConfig
@@ -21,6 +22,7 @@ from quire.errors import QuireError
 from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import AnyKVCacheSpec, KVCacheConfig
+from quire.wire.kv_peers import DROP_S
 from quire.wire.kv_transfer import (
     KVConnectorOutput,
     LoadOrder,
@@ -52,6 +54,8 @@ class ExternalMatch(NamedTuple):
 
 NO_MATCH = ExternalMatch(0)
 NONE_STORED = 0, 0
+RESET_S = DROP_S + 1.0
+"""Time in which what is stored must be dropped."""
 
 
 class BlockChoice(NamedTuple):
@@ -205,8 +209,8 @@ class KVConnectorScheduler(ABC):
         return
 
     def take_message(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half at once, after `on_new_request`; None: nothing. It is never lost, as
-        a step that fails is."""
+        """Returns what is sent to the worker half at once, after `on_new_request` and `reset_cache`; None: nothing. It
+        is never lost, as a step that fails is."""
         return None
 
     def request_started(self, request: Request) -> None:
@@ -252,8 +256,9 @@ class KVConnectorScheduler(ABC):
         change. Called for each step."""
         return NONE_STORED
 
-    def reset_cache(self) -> bool:
-        """Drops what is stored. Returns False if that failed."""
+    def reset_cache(self) -> bool | Future[bool]:
+        """Drops what is stored. Returns False if that failed, or a Future of this, which a report of the worker half
+        ends within RESET_S."""
         return True
 
     def shutdown(self) -> None:

@@ -14,6 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
@@ -41,7 +42,7 @@ from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
-from quire.wire.kv_peers import MAX_KEYS
+from quire.wire.kv_peers import DROPPED, MAX_KEYS
 from quire.wire.kv_transfer import (
     REJECTIONS,
     KVConnectorOutput,
@@ -84,6 +85,44 @@ class _Asked:
         return {address: reduce(and_, each) for address, each in bits.items()}
 
 
+class _Drops:
+    """Orders to block servers to drop the records of this engine, which have not ended."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._last = 0
+        self._open: dict[int, tuple[Future[bool], dict[int, dict[str, str]]]] = {}
+        """Ends of orders, and outcomes by rank and address, by number of the order."""
+
+    def begin(self) -> tuple[int, Future[bool]]:
+        """Begins an order. Returns its number, and its end: True if all servers have dropped all."""
+        self._last += 1
+        self._open[self._last] = Future(), {}
+        return self._last, self._open[self._last][0]
+
+    def add(self, rank: int, number: int, outcomes: dict[str, str]) -> None:
+        """Takes in a worker's report."""
+        if number not in self._open:
+            return
+        end, by_rank = self._open[number]
+        by_rank[rank] = outcomes
+        if len(by_rank) < self._num_workers:
+            return
+        del self._open[number]
+        failures = {
+            (address, outcome) for one in by_rank.values() for address, outcome in one.items() if outcome != DROPPED
+        }
+        for address, outcome in sorted(failures):
+            logger.warning("records of this model are not dropped at %s: %s", address, outcome)
+        end.set_result(not failures)
+
+    def end(self) -> None:
+        """Ends all orders: nothing will be reported."""
+        for end, _ in self._open.values():
+            end.set_result(False)
+        self._open.clear()
+
+
 class PeerScheduler(KVConnectorScheduler):
     """Takes what peers have, and promises what they ask for."""
 
@@ -94,7 +133,6 @@ class PeerScheduler(KVConnectorScheduler):
         transfer = config.kv_transfer_config
         self._extra = transfer.kv_connector_extra_config
         self._takes = transfer.kv_role != "kv_producer"
-        self._gives = transfer.kv_role != "kv_consumer"
         self._peers = PeerList(self._extra["peers"])
         self.has_several_sources = len(self._extra["tiers"]) > 1
         self._rests = Rests()
@@ -113,6 +151,7 @@ class PeerScheduler(KVConnectorScheduler):
         self._limits = WriteLimits(MAX_WRITE_BYTES_PER_S)
         self._server_states: dict[int, str] = {}
         """State (`ServerState`) of the block server that is written to, by rank."""
+        self._drops = _Drops(self._num_workers)
         if self._extra["tiers"] and self._extra["saves"]:
             self.remote_saves = RemoteSaves()
         if transfer.audit_share:
@@ -277,7 +316,8 @@ class PeerScheduler(KVConnectorScheduler):
     # -- leases ------------------------------------------------------------------------------------------------
 
     def name_lease(self, request: Request) -> str | None:
-        params = _params_of(request) if self._gives and request.status in _ENDS else None
+        gives = self.config.kv_transfer_config.kv_role != "kv_consumer"
+        params = _params_of(request) if gives and request.status in _ENDS else None
         is_served = self._is_known and all("listen" in one for one in self._identities.values())
         if params is None or not params.do_remote_decode or not is_served:
             return None
@@ -317,6 +357,8 @@ class PeerScheduler(KVConnectorScheduler):
             self._server_states[output.rank] = info["store_state"]
         if "puts" in info and self.remote_saves is not None:
             self.remote_saves.add(output.rank, info["puts"])
+        if "dropped" in info:
+            self._drops.add(output.rank, *info["dropped"])
         for request_id, found in info.get("have", {}).items():
             if request_id in self._asked:
                 self._asked[request_id].answers[output.rank] = found
@@ -327,6 +369,18 @@ class PeerScheduler(KVConnectorScheduler):
 
     def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         return self.take_message()
+
+    def reset_cache(self) -> bool | Future[bool]:
+        """Orders the block servers to drop the records of this engine. Those that only send blocks refuse."""
+        self._asked.clear()  # what they had then
+        self._limits.forget_all()
+        if not self._extra["tiers"]:
+            return True
+        self._message["drop"], end = self._drops.begin()
+        return end
+
+    def shutdown(self) -> None:
+        self._drops.end()
 
     def set_weights(self, path: str) -> None:
         self._generation += 1

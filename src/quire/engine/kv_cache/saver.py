@@ -14,7 +14,7 @@ from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
 from quire.wire.block_hash import BlockHash
-from quire.wire.kv_transfer import SavedBlocks, SaveOrder, SaveResult
+from quire.wire.kv_transfer import AWAY, SavedBlocks, SaveOrder, SaveResult
 
 MIN_RETRY_S = 0.001
 """Least time after which a store is asked again that has taken a part of what was offered."""
@@ -60,6 +60,8 @@ class _Draft:
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
+        self.adapters: list[str] = []
+        """Digests of their adapters."""
         self.columns = SavedBlocks()
 
     def add(self, group_id: int, more: _Candidates) -> None:
@@ -79,6 +81,18 @@ class _Draft:
         columns.parents += more.parents
         columns.token_ids += [content.token_ids for content in contents if content is not None]
         self.blocks += more.blocks
+        self.adapters += more.adapters
+
+
+class _Ordered(NamedTuple):
+    """Facts of the blocks of an order."""
+
+    computed_at: float
+    """Time at which the oldest of them was computed."""
+    noted_at: int
+    """Number of changes of the cache when they were ordered."""
+    adapters: list[str]
+    """Digests of their adapters."""
 
 
 class _Postponed(NamedTuple):
@@ -114,8 +128,8 @@ class BlockSaver:
     A block may be freed, and even given to others, before the result of its step is known: only one that still has the
     content that this step has computed is saved.
 
-    A block for which there is no pin, or that the store cannot take yet, is *postponed*: it is offered again as long as
-    it can be hit. It holds no reference, so it may be evicted meanwhile.
+    A block for which there is no pin, that the store cannot take yet, or whose store has failed meanwhile (AWAY), is
+    *postponed*: it is offered again as long as it can be hit. It holds no reference, so it may be evicted meanwhile.
     """
 
     def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, max_pinned_blocks: int) -> None:
@@ -144,8 +158,8 @@ class BlockSaver:
         """Digests of the blocks in orders, per group."""
         self.counts = SaveCounts()
         """Counts since the last statistics; they are replaced by new ones then."""
-        self._computed_at: dict[int, float] = {}
-        """The time at which the oldest block of an order was computed, by `id` of the order."""
+        self._ordered: dict[int, _Ordered] = {}
+        """Facts of orders, by `id`."""
 
     def note_scheduled(self, step: int) -> None:
         """Notes the blocks that a step fills."""
@@ -264,7 +278,8 @@ class BlockSaver:
             order = SaveOrder(0, draft.columns, audit=audit)
             self._manager.held.pin(id(order), draft.blocks)
             self._num_pinned += len(draft.blocks)
-            self._computed_at[id(order)] = computed_at
+            noted_at = self._manager.block_pool.cached_blocks.num_changes
+            self._ordered[id(order)] = _Ordered(computed_at, noted_at, draft.adapters)
             self.unsent.append(order)
 
     # -- postponed blocks --------------------------------------------------------------------------------------
@@ -280,6 +295,24 @@ class BlockSaver:
             self._drop("evicted", former is not None)
             self.postponed[block.block_id] = _Postponed(group_id, digest, parent, adapter, noted_at, now)
         self.counts.num_begun += num_begun
+        self._manager.held.has_changed = True
+
+    def _postpone_unsaved(self, order: SaveOrder, num_saved: int) -> None:
+        """Postpones the blocks of an order behind the first `num_saved`: they come before the others, as older ones."""
+        pool, found = self._manager.block_pool.blocks, dict[int, _Postponed]()
+        computed_at, noted_at, adapters = self._ordered[id(order)]
+        columns = order.blocks
+        for i in range(num_saved, len(columns)):
+            block_id = columns.block_ids[i]
+            if pool[block_id].forgotten_at <= noted_at:
+                names = columns.group_ids[i], columns.digests[i], columns.parents[i], adapters[i]
+                found[block_id] = _Postponed(*names, noted_at, computed_at)
+        self.postponed = found | self.postponed
+        num_dropped = len(columns) - num_saved - len(found)
+        for block_id in list(islice(self.postponed, max(0, len(self.postponed) - MAX_POSTPONED))):
+            del self.postponed[block_id]
+            num_dropped += 1
+        self._drop("evicted", num_dropped)
         self._manager.held.has_changed = True
 
     def offer_postponed(self, now: float) -> None:
@@ -367,8 +400,10 @@ class BlockSaver:
         self.counts.num_saved += result.num_saved - result.num_present
         self._drop("present", result.num_present)
         if result.num_saved > result.num_present:
-            self.counts.save_lags.append(ended_at - self._computed_at[id(order)])
-        if result.num_saved < len(order.blocks):
+            self.counts.save_lags.append(ended_at - self._ordered[id(order)].computed_at)
+        if result.reason == AWAY:
+            self._postpone_unsaved(order, result.num_saved)
+        elif result.num_saved < len(order.blocks):
             reason = "pins" if result.outcome in ("cancelled", "unknown") else result.reason or "error"
             self._drop(reason, len(order.blocks) - result.num_saved)
         self._let_go(order)
@@ -419,7 +454,7 @@ class BlockSaver:
 
     def _let_go(self, order: SaveOrder) -> None:
         self._manager.held.release(id(order))
-        del self._computed_at[id(order)]
+        del self._ordered[id(order)]
         self._num_pinned -= len(order.blocks)
         if order.audit is not None:
             return

@@ -7,6 +7,7 @@ have a part for each (`PARTS`). Blocks are saved to the store, and leased to pee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -148,8 +149,9 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     def count_stored(self) -> tuple[int, int]:
         return self._store.count_stored()
 
-    def reset_cache(self) -> bool:
-        return self._store.reset_cache()
+    def reset_cache(self) -> bool | Future[bool]:
+        at_servers = self._peers.reset_cache()  # even if the other fails
+        return self._store.reset_cache() and at_servers
 
     def shutdown(self) -> None:
         for part in self._parts.values():

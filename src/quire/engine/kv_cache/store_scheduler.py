@@ -198,11 +198,14 @@ class StoreScheduler(KVConnectorScheduler):
         self._index, self._scanner = index, StoreScanner(index)
         logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
 
-    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+    def take_message(self) -> dict[str, Any] | None:
         if not self._is_resetting:
             return None
         self._is_resetting = False
         return {"reset": True}
+
+    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
+        return self.take_message()
 
     def set_weights(self, path: str) -> None:
         self._generation += 1
@@ -215,9 +218,11 @@ class StoreScheduler(KVConnectorScheduler):
         return NONE_STORED if index is None else index.counts
 
     def reset_cache(self) -> bool:
-        """Drops the records of this namespace: from the index now, and from the directory with the next step."""
-        if self._index is not None:
-            self._index.forget_all()
+        """Drops the records of this namespace: from the index now, and from the directory soon."""
+        if self._index is None:
+            logger.warning("the KV store %s is not reset: its namespace is not known yet", self._directory.path)
+            return False
+        self._index.forget_all()
         self._limits.forget_all()
         self._is_resetting = True
         return True

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import count
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
-from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import RESET_S, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.held import BlockLeases
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
@@ -109,8 +110,8 @@ class NoExchange:
     def set_weights(self, path: str) -> None:
         """Notes that the weights were replaced by those of `path`."""
 
-    def reset_store(self) -> bool:
-        """Drops what is stored outside. Returns False if that failed."""
+    def reset_store(self, *, can_wait: bool) -> bool | Future[bool]:
+        """Drops what is stored outside. Returns False if that failed, and may return a Future if `can_wait`."""
         return True
 
     def shutdown(self) -> None:
@@ -540,9 +541,16 @@ class KVExchange(NoExchange, AdmissionGate):
     def set_weights(self, path: str) -> None:
         self.connector.set_weights(path)
 
-    def reset_store(self) -> bool:
+    def reset_store(self, *, can_wait: bool) -> bool | Future[bool]:
         self._declined = None
-        return self.connector.reset_cache()
+        end = self.connector.reset_cache()
+        params = self.connector.take_message()
+        if params:
+            self.link.send(KVConnectorMetadata(params=params))
+        if can_wait or isinstance(end, bool):
+            return end
+        self._await(end.done, RESET_S)
+        return end.done() and end.result()
 
     def shutdown(self) -> None:
         self.saver.drop_unsent()

@@ -27,6 +27,7 @@ from quire.wire.kv_peers import (
     Bitmap,
     Block,
     Credit,
+    Drop,
     Get,
     Gone,
     Have,
@@ -60,6 +61,7 @@ MAX_IDLE = 4
 _NAME = re.compile(r"ipc://.+|[A-Za-z0-9._-]+")
 
 Answer = TypeVar("Answer", Welcome, Bitmap, Taken)
+Result = TypeVar("Result")
 Record = tuple[bytes | memoryview, memoryview]
 """Header with tag, and payload."""
 
@@ -202,6 +204,11 @@ class PeerConnection:
         while sent:
             yield self._await_taken(sent.popleft(), is_cancelled)
 
+    def drop(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> str:
+        """Deletes all records of the session's fingerprint. Returns DROPPED, or why they are not deleted."""
+        self.send(Drop(0))
+        return self._await(Taken, timeout_s, is_cancelled).outcome
+
     def _await_taken(self, number: int, is_cancelled: Callable[[], bool]) -> tuple[int, str]:
         taken = self._await(Taken, None, is_cancelled)
         if taken.put_id != number:
@@ -247,6 +254,18 @@ class PeerConnection:
             raise PeerError(reason, f"{self.address} refuses: {answer.field} does not fit")
         failpoint("kv.peer.answer", type(answer).__name__)
         return answer, [frame.buffer for frame in frames]
+
+
+def retry_stale(call: Callable[[], Result]) -> Result:
+    """Returns what `call` returns, which takes a connection: those from before a restart of the server are tried and
+    dropped. Raises PeerError."""
+    for _ in range(MAX_IDLE):
+        try:
+            return call()
+        except PeerError as e:
+            if e.reason != "stale":
+                raise
+    return call()
 
 
 def _probe(address: str, timeout_s: float) -> None:

@@ -39,6 +39,7 @@ from quire.wire.kv_peers import (
     Bitmap,
     Block,
     Credit,
+    Drop,
     Get,
     Gone,
     Have,
@@ -84,7 +85,7 @@ class BlockSource(ABC):
     """Where a server's blocks are. The server calls all methods on its thread."""
 
     takes_records = False
-    """True: `put` may be called."""
+    """True: `put` and `drop` may be called."""
 
     @abstractmethod
     def accepts(self, fingerprint: bytes) -> bool:
@@ -101,6 +102,11 @@ class BlockSource(ABC):
     def put(self, fingerprint: bytes, frames: Sequence[bytes], report: Callable[[str], None]) -> None:
         """Takes a record in: header with tag, and the parts of the payload. `report` takes the outcome (`Taken`) later,
         on any thread, of each record in order."""
+        raise NotImplementedError
+
+    def drop(self, fingerprint: bytes, report: Callable[[str], None]) -> None:
+        """Deletes all records of a fingerprint. `report` takes the outcome (`Taken`) later, on any thread, in order
+        with those of `put`."""
         raise NotImplementedError
 
     def is_expected(self, lease: str) -> bool:
@@ -177,6 +183,11 @@ class DirectorySource(BlockSource):
         assert self._taker is not None
         index, _ = self._indexes[fingerprint]
         self._taker.put(fingerprint, frames, lambda name: index.contains(name[1], name[0]), report)
+
+    def drop(self, fingerprint: bytes, report: Callable[[str], None]) -> None:
+        assert self._taker is not None
+        index, _ = self._indexes[fingerprint]
+        self._taker.drop(fingerprint, index.scan, report)
 
     def _open(self, extent: str) -> int:
         descriptor = self._descriptors.get(extent)
@@ -372,16 +383,20 @@ class BlockServer:
                 self.source.renew(message.leases, time.monotonic())
             case Release():
                 self.source.release(message.leases)
-            case Put():
-                if not self.source.takes_records or session.num_puts >= PUT_CREDIT or not frames:
+            case Put() | Drop():
+                is_whole = bool(frames) == isinstance(message, Put)
+                if not self.source.takes_records or session.num_puts >= PUT_CREDIT or not is_whole:
                     self._refuse(name, "puts")
                     return
                 session.num_puts += 1
                 report = partial(self._end_put, name, session, message.put_id)
-                self.source.put(session.hello.fingerprint, frames, report)
+                if isinstance(message, Put):
+                    self.source.put(session.hello.fingerprint, frames, report)
+                else:
+                    self.source.drop(session.hello.fingerprint, report)
 
     def _end_put(self, name: bytes, session: _Session, put_id: int, outcome: str) -> None:
-        """Takes the outcome of a put, on any thread."""
+        """Takes the outcome of a put or a drop, on any thread."""
         self._taken.append((name, session, Taken(put_id, outcome)))
         self.wake()
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from quire.kv_store.access import StoreWriter
 from quire.kv_store.directory import StoreDirectory
+from quire.kv_store.extent import NAMESPACE_DIGITS
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordHeader, RecordMac, decode_header
 from quire.kv_store.write_limits import SAVED_S, WriteBudget
 from quire.logger import init_logger
-from quire.wire.kv_peers import RecordName
+from quire.wire.kv_peers import DROPPED, RecordName
 
 logger = init_logger(__name__)
 
@@ -45,6 +46,15 @@ class _Put(NamedTuple):
         return sum(map(len, self.frames))
 
 
+class _Drop(NamedTuple):
+    """An order to delete all records of a namespace."""
+
+    fingerprint: bytes
+    scan: Callable[[], None]
+    """Makes the index that is asked forget what is gone."""
+    report: Callable[[str], None]
+
+
 class RecordTaker:
     """Owns the extents that are written. `put` is called on one thread."""
 
@@ -57,7 +67,7 @@ class RecordTaker:
         """Records that were written lately, and when: a scan may not have found them yet. The oldest first."""
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
-        self._puts: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
+        self._puts: queue.SimpleQueue[_Put | _Drop | None] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kv-put-take", daemon=True)
         self._thread.start()
@@ -78,6 +88,11 @@ class RecordTaker:
             self._num_waiting_bytes += put.num_bytes
         self._puts.put(put)
 
+    def drop(self, fingerprint: bytes, scan: Callable[[], None], report: Callable[[str], None]) -> None:
+        """Deletes all records of a fingerprint, those that were put before it too. `scan` is called then, before
+        `report` takes the outcome."""
+        self._puts.put(_Drop(fingerprint, scan, report))
+
     def close(self) -> None:
         """Seals what is open. Records that wait are not written. A thread that hangs in a system call is left."""
         self._is_stopping = True
@@ -96,6 +111,9 @@ class RecordTaker:
                 continue
             if put is None:
                 break
+            if isinstance(put, _Drop):
+                put.report(self._drop(put))
+                continue
             put.report(self._take(put))
             with self._lock:
                 self._num_waiting_bytes -= put.num_bytes
@@ -129,6 +147,21 @@ class RecordTaker:
         if not reason:
             self._written[name] = time.monotonic()
         return reason or "stored"
+
+    def _drop(self, order: _Drop) -> str:
+        """Returns the outcome of an order to delete records."""
+        writer = self._writers.pop(order.fingerprint, None)
+        if writer is not None:
+            writer.seal()
+        self._written = {name: ts for name, ts in self._written.items() if name[0] != order.fingerprint}
+        try:
+            num_extents = self._directory.remove_namespace(order.fingerprint)
+            order.scan()
+        except Exception as e:
+            logger.warning("the records of %s are not dropped: %s", order.fingerprint.hex()[:NAMESPACE_DIGITS], e)
+            return "error"
+        logger.info("a client has dropped %s: %d extents", order.fingerprint.hex()[:NAMESPACE_DIGITS], num_extents)
+        return DROPPED
 
     def _check(self, put: _Put) -> RecordHeader:
         """Returns the header of a record that is one. No length that it names is trusted: they must be those of the

@@ -329,6 +329,8 @@ class PeerWorker(RecordWorker):
         for request_id, keys in params.get("ask", {}).items():
             fingerprint = None if namespace is None else namespace.fingerprint
             self._tiers.ask(keys, fingerprint, partial(self._report_tiers, request_id))
+        if "drop" in params:
+            self._drop_records(params["drop"])
         for lease, sites in params.get("keep", ()):
             self._keeper.put(partial(self._kept.__setitem__, lease, tuple(sites[self.rank])))
         for lease in params.get("release", ()):
@@ -384,6 +386,16 @@ class PeerWorker(RecordWorker):
 
     def _report_tiers(self, request_id: str, answers: Answers) -> None:
         self._report(KVConnectorOutput(info={"have": {request_id: answers}}))
+
+    def _drop_records(self, number: int) -> None:
+        """Orders the block servers to drop the records of this namespace, and reports the outcomes."""
+        namespace = self.namespace
+        prepare = (lambda deadline: None) if self.saver is None else self.saver.forget_copies
+        self._tiers.drop(
+            None if namespace is None else namespace.fingerprint,
+            prepare,
+            lambda outcomes: self._tell("dropped", [number, outcomes]),
+        )
 
     def _release(self, lease: str) -> None:
         place = self._kept.pop(lease, None)

@@ -6,7 +6,9 @@ already: their records wait in a bounded queue, and are read from the directory 
 server that is away, too.
 
 Whatever the server does costs a bound: an answer may take SILENCE_S, and a server with a fault rests
-(`kv_store/rests.py`). It is tried again without any record.
+(`kv_store/rests.py`). It is tried again without any record. What it has not answered for is put again then: the engine
+orders such blocks anew if they are still in memory, and such records go back into their queue. Records at which a
+server fails MAX_FAULTS times are given up.
 """
 
 from __future__ import annotations
@@ -17,16 +19,24 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from quire.kv_store.access import RecordBuffer, RecordReader
 from quire.kv_store.directory import StoreDirectory
-from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerConnection, PeerError, Record
+from quire.kv_store.peer.client import PeerClient, PeerConnection, PeerError, Record, retry_stale
 from quire.kv_store.record import InvalidRecordError, RecordHeader, RecordMac
 from quire.kv_store.rests import MAX_REST_S, Rests
 from quire.logger import init_logger
 from quire.wire.kv_peers import MAX_KEYS
-from quire.wire.kv_transfer import KVConnectorOutput, SaveOrder, SaveResult, TransferOutcome
+from quire.wire.kv_transfer import (
+    AWAY,
+    REMOTE_SAVE_OUTCOMES,
+    KVConnectorOutput,
+    SaveOrder,
+    SaveResult,
+    TransferOutcome,
+)
 from quire.worker.kv_transfer.record_worker import lower_priority
 from quire.worker.kv_transfer.transfers import LATE_S, PROGRESS_S, Namespace
 from quire.worker.kv_transfer.worker import Report
@@ -37,10 +47,10 @@ MAX_COPIES = 1 << 13
 """Most records of a directory that wait to be put."""
 MAX_BATCH = 64
 """Most records of a directory that are put at once."""
+MAX_FAULTS = 3
+"""Faults of the server while records are put, with none that it has taken between them, after which they are not put
+again: one of them may be the cause."""
 DONE = ("stored", "present")
-OUTCOMES = (*DONE, "full", "rate", "error", "gone", "refused", "pins")
-"""Outcomes of a record. gone: its extent was deleted before. refused: the server takes none. pins: its block was
-needed."""
 ServerState = Literal["open", "away", "closed"]
 """open: records are taken. away: it has failed, and is tried again. closed: it takes none."""
 
@@ -83,7 +93,7 @@ class RemoteSave(Batch):
         outcome: TransferOutcome = "cancelled" if reason == "pins" else "partial" if reason else "ok"
         if outcome == "partial" and not num_saved:
             outcome = "failed"
-        named = {"": "", "pins": "", "full": "full", "rate": "rate"}.get(reason, "error")
+        named = {"": "", "pins": "", "full": "full", "rate": "rate", AWAY: AWAY}.get(reason, "error")
         result = SaveResult(self.order.save_id, num_saved, outcome, reason=named)
         result.num_present = sum(outcome == "present" for outcome in outcomes[:num_saved])
         result.num_bytes = sum(
@@ -99,13 +109,13 @@ class _Copies(Batch):
     """Records of a directory."""
 
     def __init__(self, directory: StoreDirectory, records: Sequence[tuple[RecordHeader, str, int]]) -> None:
+        self.records = records
         self.headers = [header for header, _, _ in records]
-        self._places = [(extent, offset) for _, extent, offset in records]
         self._reader = RecordReader(directory, RecordMac(directory.key))
         self._buffer = RecordBuffer()
 
     def read(self, index: int) -> Record | None:
-        header, (extent, offset) = self.headers[index], self._places[index]
+        header, extent, offset = self.records[index]
         try:
             _, head, stored = self._reader.read_stored(extent, offset, header, self._buffer)
         except InvalidRecordError as e:
@@ -153,7 +163,11 @@ class RemoteSaver:
         """Namespace of the last records; None: none is known."""
         self._saves: deque[RemoteSave] = deque()
         self._copies: deque[tuple[RecordHeader, str, int]] = deque()
+        self._batch: _Copies | None = None
+        """Records of the directory that are being put."""
         self._counts = _Counts()
+        self._num_faults = 0
+        """Faults of the server while records were put, since it has taken one."""
         self._lock = threading.Condition()
         """Guards all that other threads touch, and wakes the thread."""
         self._stop_at: float | None = None
@@ -190,6 +204,19 @@ class RemoteSaver:
             self._copies.append((header, extent, offset))
             self._lock.notify()
 
+    def forget_copies(self, deadline: float) -> None:
+        """Forgets the records of the directory, and waits until none of them is being put, or until `deadline`: those
+        at the server are to be dropped, and none may come after."""
+        with self._lock:
+            self._counts.outcomes["gone"] += len(self._copies)
+            self._counts.num_waiting -= len(self._copies)
+            self._copies.clear()
+            batch = self._batch
+            if batch is not None:
+                batch.is_cancelled = True
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._batch is not batch or batch is None, deadline - time.monotonic())
+
     def stop(self, deadline: float) -> bool:
         """Ends the thread: until `deadline` it goes on. Returns False if it hangs."""
         with self._lock:
@@ -208,6 +235,9 @@ class RemoteSaver:
                 self._put(*batch)
             else:
                 self._try()
+            with self._lock:
+                self._batch = None
+                self._lock.notify_all()
             self._send_counts()
             del batch  # it holds the memory of the KV cache, which may be released now
 
@@ -228,7 +258,8 @@ class RemoteSaver:
                 if self._saves:
                     return (self._saves.popleft(),)
                 if is_awaited and self._directory is not None:
-                    return (self._take_copies(self._directory),)
+                    self._batch = self._take_copies(self._directory)
+                    return (self._batch,)
                 self._lock.wait(left)
 
     def _take_copies(self, directory: StoreDirectory) -> _Copies:
@@ -262,33 +293,48 @@ class RemoteSaver:
         try:
             if self._state == "closed":
                 left = "refused"
-            elif self._state != "away":
-                left = self._put_all(batch, outcomes)
+            elif self._state == "away":
+                left = AWAY
+            else:
+                left = retry_stale(partial(self._put_all, batch, outcomes))
         except PeerError as e:
             if e.reason == "cancelled":
                 left = "pins"
             else:
+                left = self._end_put(outcomes)
                 self._note_fault(e)
         except Exception:
             logger.exception("records were not put")
         outcomes = [outcome or left for outcome in outcomes]
+        ended = self._take_back(batch, outcomes) if isinstance(batch, _Copies) else outcomes
         with self._lock:
-            self._counts.outcomes.update(outcomes)
-            self._counts.num_waiting -= len(outcomes)
+            self._counts.outcomes.update(ended)
+            self._counts.num_waiting -= len(ended)
         batch.end(outcomes)
+
+    def _end_put(self, outcomes: Sequence[str]) -> str:
+        """Returns the outcome of the records that a server with a fault has not answered for."""
+        self._num_faults = 1 if "stored" in outcomes else self._num_faults + 1
+        if self._num_faults < MAX_FAULTS:
+            return AWAY
+        self._num_faults = 0
+        return "error"
+
+    def _take_back(self, copies: _Copies, outcomes: Sequence[str]) -> list[str]:
+        """Puts records that are to be put again back into the queue, before those that came since. Returns the outcomes
+        of the others; what there is no room for is the newest. Those that were cancelled are gone."""
+        if copies.is_cancelled:
+            return ["gone" if outcome in (AWAY, "pins") else outcome for outcome in outcomes]
+        back = [record for record, outcome in zip(copies.records, outcomes, strict=True) if outcome == AWAY]
+        with self._lock:
+            self._copies.extendleft(reversed(back))
+            num_dropped = max(0, len(self._copies) - MAX_COPIES)
+            for _ in range(num_dropped):
+                self._copies.pop()
+        return [outcome for outcome in outcomes if outcome != AWAY] + ["rate"] * num_dropped
 
     def _put_all(self, batch: Batch, outcomes: list[str]) -> str:
         """Sets the outcomes of records that are answered. Returns that of the others. Raises PeerError."""
-        for attempt in range(MAX_IDLE + 1):  # connections from before a restart of the server are tried and dropped
-            try:
-                return self._put_by_one(batch, outcomes)
-            except PeerError as e:
-                if e.reason != "stale" or attempt == MAX_IDLE:
-                    raise
-        raise AssertionError("the last attempt ends it")
-
-    def _put_by_one(self, batch: Batch, outcomes: list[str]) -> str:
-        """Does what `_put_all` does, by one connection."""
 
         def is_cancelled() -> bool:
             return batch.is_cancelled or self._is_over()
@@ -303,8 +349,10 @@ class RemoteSaver:
                 outcomes[index] = "present"
             records = self._read(batch, [i for i in wanted if not outcomes[i]], outcomes)
             for index, outcome in peer.put(records, is_cancelled):
-                outcomes[index] = outcome if outcome in OUTCOMES else "error"
+                outcomes[index] = outcome if outcome in REMOTE_SAVE_OUTCOMES else "error"
             self._rests.note_good(self._address)
+        if "stored" in outcomes:
+            self._num_faults = 0
         if is_cancelled():
             return "pins"
         return next((outcome for outcome in outcomes if outcome in ("full", "rate", "error")), "rate")

@@ -61,7 +61,7 @@ class StoreWorker(RecordWorker):
             write = self._make_save(save)
             self.begin(save.save_id, write)
             self._io.saves.put(write)
-        if orders.params and orders.params.get("reset"):
+        if orders.params and orders.params.get("reset") and self.namespace is not None:
             self._io.saves.put(self.namespace)
 
     def watch(self, fingerprint: bytes, generation: int) -> None:
@@ -165,7 +165,7 @@ class _IOThreads:
                 task.run()
             else:
                 _guard(writer.seal)
-                _guard(partial(self._delete, task.fingerprint))
+                _guard(partial(self._directory.remove_namespace, task.fingerprint))
             del task
         _guard(writer.seal)
 
@@ -177,12 +177,6 @@ class _IOThreads:
 
     def _is_awaited(self) -> bool:
         return not self.saves.empty()
-
-    def _delete(self, fingerprint: bytes) -> None:
-        """Deletes the sealed extents of a namespace."""
-        for extent in self._directory.list_extents():
-            if fingerprint.hex().startswith(extent.namespace):
-                self._directory.evict(extent)
 
 
 def _guard(action: Callable[[], object]) -> None:

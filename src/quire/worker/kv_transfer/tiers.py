@@ -1,8 +1,8 @@
-"""Asks block servers (`quire kv-store serve`) which blocks of a request they have.
+"""Asks block servers (`quire kv-store serve`) which blocks of a request they have, and orders them to drop records.
 
 A request waits for the answer, so it is bounded: a server has ASK_S, whatever it does. One that fails is not asked
 again before a question of its own thread, which no request waits for, was answered; that is tried after rests that
-become longer (`kv_store/rests.py`).
+become longer (`kv_store/rests.py`). An order to drop records is given to a server that rests, too: it has DROP_S.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from quire.kv_store.peer.client import MAX_IDLE, PeerClient, PeerError
+from quire.kv_store.peer.client import PeerClient, PeerError, retry_stale
 from quire.kv_store.rests import Rests
 from quire.logger import init_logger
-from quire.wire.kv_peers import RecordName, pack_bits
+from quire.wire.kv_peers import DROP_S, DROPPED, RecordName, pack_bits
 
 logger = init_logger(__name__)
 
@@ -24,6 +25,25 @@ ASK_S = 0.25
 
 Answers = dict[str, bytes]
 """Bits (`pack_bits`) of what a server has, by its address."""
+
+
+class _DropOrder:
+    """An order to all servers to drop a namespace. It ends once: when all have answered, or their time is over."""
+
+    def __init__(self, fingerprint: bytes, num_servers: int, report: Callable[[dict[str, str]], None]) -> None:
+        self.fingerprint = fingerprint
+        self.deadline = time.monotonic() + DROP_S
+        self._outcomes: dict[str, str] = {}
+        self._num_servers, self._report = num_servers, report
+        self._lock = threading.Lock()
+
+    def answer(self, address: str, outcome: str) -> None:
+        """Notes the outcome at a server, and reports those of all with the last."""
+        with self._lock:
+            self._outcomes[address] = outcome
+            is_whole = len(self._outcomes) == self._num_servers
+        if is_whole:
+            self._report(self._outcomes)
 
 
 class _Question:
@@ -96,6 +116,26 @@ class _Server:
         self._thread.join(max(0.1, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
+    def drop(self, order: _DropOrder) -> None:
+        """Orders the server to drop records, and notes the outcome, on a thread of the order's own."""
+        try:
+            outcome = retry_stale(partial(self._drop_once, order))
+        except PeerError as e:
+            outcome = str(e)
+        except Exception:
+            logger.exception("records are not dropped at %s", self.address)
+            outcome = "an error of this engine"
+        order.answer(self.address, outcome)
+
+    def _drop_once(self, order: _DropOrder) -> str:
+        """Returns DROPPED, or why nothing is dropped. Raises PeerError."""
+        is_cancelled, left = self._is_stopped.is_set, order.deadline - time.monotonic()
+        with self._client.connect(self.address, order.fingerprint, is_cancelled=is_cancelled, timeout_s=left) as peer:
+            if not peer.takes_records:
+                return "it is served without --allow-writes"
+            outcome = peer.drop(order.deadline - time.monotonic(), is_cancelled)
+        return outcome if outcome == DROPPED else f"its disk fails ({outcome})"
+
     def _note_fault(self, why: object) -> None:
         with self._lock:
             is_first, self._is_dead = not self._is_dead, True
@@ -121,7 +161,7 @@ class _Server:
         if not self._is_dead and not question.is_answered.is_set():
             self._fingerprint = question.fingerprint
             try:
-                bits = pack_bits(self._have(question.keys, question.began + ASK_S))
+                bits = pack_bits(retry_stale(partial(self._have, question.keys, question.began + ASK_S)))
             except Exception as e:  # a request waits for the answer
                 self._note_fault(e)
             else:
@@ -131,16 +171,7 @@ class _Server:
         question.answer(self.address, bits)
 
     def _have(self, keys: Sequence[RecordName], deadline: float) -> list[bool]:
-        """Raises PeerError. Connections from before a restart of the server are tried and dropped."""
-        for _ in range(MAX_IDLE):
-            try:
-                return self._have_once(keys, deadline)
-            except PeerError as e:
-                if e.reason != "stale":
-                    raise
-        return self._have_once(keys, deadline)
-
-    def _have_once(self, keys: Sequence[RecordName], deadline: float) -> list[bool]:
+        """Raises PeerError."""
         left = deadline - time.monotonic()
         with self._client.connect(
             self.address, self._fingerprint, is_cancelled=self._is_stopped.is_set, timeout_s=left
@@ -152,7 +183,7 @@ class _Server:
         try:
             with self._client.connect(self.address, self._fingerprint, is_cancelled=self._is_stopped.is_set):
                 pass
-            self._have([], time.monotonic() + ASK_S)
+            retry_stale(partial(self._have, [], time.monotonic() + ASK_S))
         except Exception as e:
             logger.debug("the block server %s: %s", self.address, e)
             with self._lock:
@@ -187,6 +218,23 @@ class TierAsker:
         self._open.put(question)
         for server in self._servers:
             server.ask(question)
+
+    def drop(
+        self, fingerprint: bytes | None, prepare: Callable[[float], None], report: Callable[[dict[str, str]], None]
+    ) -> None:
+        """Orders each server to drop all records of a namespace. `report` takes DROPPED, or why nothing is dropped, by
+        address, at most DROP_S later. `prepare` is called before, on the thread of each, with the time that it has."""
+        if fingerprint is None:
+            report({server.address: "the namespace is not known yet" for server in self._servers})
+            return
+        order = _DropOrder(fingerprint, len(self._servers), report)
+
+        def run(server: _Server) -> None:
+            prepare(order.deadline)
+            server.drop(order)
+
+        for server in self._servers:
+            threading.Thread(target=run, args=(server,), name="kv-tier-drop", daemon=True).start()
 
     def stop(self, deadline: float) -> bool:
         """Ends all threads. Returns False if one hangs."""

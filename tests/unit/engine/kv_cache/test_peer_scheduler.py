@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,43 @@ def test_what_must_not_leave_an_engine_is_not_saved() -> None:
     reading = saving(role="kv_consumer")
     assert reading.half.remote_saves is None
     assert not reading.half.wants_saves(reading.add())
+
+
+def test_records_are_dropped_when_all_servers_of_all_workers_have(caplog: pytest.LogCaptureFixture) -> None:
+    half = saving(num_workers=2)
+    peers, request = half.half, half.add()
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0]
+
+    def tell(rank: int, number: int, outcome: str) -> None:
+        info = {"dropped": [number, {"tcp://a:1": outcome}]}
+        peers.update_connector_output(KVConnectorOutput(info=info, rank=rank))
+
+    def drop() -> Future[bool]:
+        end = peers.reset_cache()
+        assert isinstance(end, Future)
+        return end
+
+    peers.take_message()
+    first = drop()
+    assert peers.take_message() == {"drop": 1}
+    assert half.match(request) == NO_MATCH, "what the servers have said is forgotten"
+    assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0], "it may be ordered again"
+    second = drop()
+    tell(0, 1, "dropped")
+    tell(1, 2, "refused")
+    assert not first.done()
+    tell(1, 1, "dropped")
+    tell(0, 2, "refused")
+    assert (first.result(timeout=0), second.result(timeout=0)) == (True, False)
+    assert [record.getMessage() for record in caplog.records if "not dropped" in record.getMessage()] == [
+        "records of this model are not dropped at tcp://a:1: refused"
+    ]
+    tell(0, 2, "refused")  # it has ended
+    third = drop()
+    peers.shutdown()
+    peers.shutdown()
+    assert third.result(timeout=0) is False
+    assert Half().half.reset_cache() is True, "there are no servers"
 
 
 def test_puts_of_all_workers_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,21 @@ def test_blocks_are_saved_to_the_store_and_leased_to_peers(both: Both) -> None:
     lease = both.half.name_lease(prefilled)
     assert lease is not None
     assert (both.half.make_transfer_params(prefilled, lease, 28) or {})["remote_num_tokens"] == 28
+    assert both.half.reset_cache() is True
     both.half.set_weights("elsewhere")
-    assert both.half.reset_cache()
+    assert both.half.reset_cache() is False
+
+
+@pytest.mark.parametrize("both", [{"tiers": [SERVER]}], indirect=True)
+def test_a_reset_is_of_the_store_and_of_servers(both: Both) -> None:
+    end = both.half.reset_cache()
+    assert isinstance(end, Future)
+    assert both.half.take_message() == {"store": {"reset": True}, "peers": {"drop": 1}}
+    both.tell("peers", {"dropped": [1, {SERVER: "dropped"}]})
+    assert end.result(timeout=0) is True
+    both.half.set_weights("elsewhere")
+    assert both.half.reset_cache() is False
+    assert both.half.take_message() == {"peers": {"drop": 2}}
 
 
 @pytest.mark.parametrize("both", [{"tiers": [SERVER], "audit_share": 1.0}], indirect=True)

@@ -356,5 +356,7 @@ def test_a_reset_drops_what_is_stored(stores: Any) -> None:
     store.identify()
     assert store.half.reset_cache()
     assert store.num_matched(request) == 0
-    assert store.half.build_connector_meta(SchedulerOutput()) == {"reset": True}
+    assert store.half.take_message() == {"reset": True}
     assert store.half.build_connector_meta(SchedulerOutput()) is None
+    store.half.set_weights("/new")
+    assert not store.half.reset_cache(), "its namespace is not known"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from quire.config.kv_transfer import KVTransferConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
+from quire.engine.kv_cache import saver as saver_module
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import RemoteSaves
+from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
@@ -28,7 +30,7 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
-from quire.wire.kv_transfer import KVConnectorOutput, SavedBlock, SaveResult
+from quire.wire.kv_transfer import AWAY, KVConnectorMetadata, KVConnectorOutput, SavedBlock, SaveResult
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
@@ -611,6 +613,46 @@ def postpone(tier: FakeTier, **options: Any) -> Engine:
     return engine
 
 
+def test_what_a_store_had_when_it_failed_is_saved_later(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.worker.manners = ["away"]
+    engine.add("a")
+    engine.step(2)
+    tier.takes_saves = False
+    engine.clock.now += 1.0
+    engine.move()
+    engine.step()
+    assert engine.held() == {}
+    counts = engine.transfers
+    assert counts.num_waiting_saves == {"pinned": 0, "postponed": 4}, "one has come since"
+    assert (counts.num_saves_begun, counts.num_saved_blocks, counts.num_dropped_blocks) == (8, 4, {})
+    engine.worker.manners, tier.takes_saves = ["good"], True
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.finish()
+    assert len(tier.records) == 8
+    assert (engine.transfers.num_saved_blocks, engine.transfers.num_dropped_blocks) == (8, {})
+    assert engine.transfers.save_lags[0] == engine.transfers.save_lags[1] == 1.0
+
+
+def test_what_a_store_had_when_it_failed_is_postponed_within_a_bound(
+    tier: FakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that has lost its content meanwhile is not, and the oldest go first."""
+    monkeypatch.setattr(saver_module, "MAX_POSTPONED", 4)
+    engine = Engine(tier)
+    engine.worker.manners = ["hung"]
+    engine.add("a")
+    engine.step(2)
+    saver = engine.exchange.saver
+    ((save_id, order),) = saver.sent.items()
+    tier.takes_saves = False
+    engine.scheduler.kv_cache_manager.block_pool.blocks[order.blocks.block_ids[6]].forgotten_at = 1 << 40
+    saver.end(SaveResult(save_id, 1, "partial", reason=AWAY), engine.clock.now)
+    assert list(saver.postponed) == order.blocks.block_ids[2:6]
+    assert saver.counts.num_dropped == {"evicted": 2}
+    engine.worker.kill()
+
+
 def test_what_is_computed_before_the_store_can_take_it_is_saved_later(tier: FakeTier) -> None:
     engine = postpone(tier)
     tier.takes_saves = True
@@ -837,6 +879,31 @@ def test_the_store_can_be_dropped(filled: FakeTier) -> None:
     engine.add("a")
     engine.step()
     assert engine.status("a") is RequestStatus.RUNNING
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_a_store_that_is_dropped_later_is_waited_for(tier: FakeTier, outcome: bool) -> None:
+    """A core with a loop of its own goes on meanwhile; another waits, within a bound."""
+    engine, sent, end = Engine(tier), list[KVConnectorMetadata](), Future[bool]()
+    connector: Any = engine.exchange.connector
+    connector.reset_cache, connector.take_message = lambda: end, lambda: {"drop": 1}
+    connector.update_connector_output = lambda report: end.done() or end.set_result(outcome)
+    engine.exchange.link.send = sent.append
+    lifecycle = engine.core.lifecycle
+    waited = wait_by_moving(engine, does_move=False)
+    assert lifecycle.reset_prefix_cache(reset_connector=True) is False
+    assert RESET_S / 2 <= sum(waited) <= 2 * RESET_S
+    lifecycle.can_wait = True
+    assert lifecycle.reset_prefix_cache(reset_connector=True) is end
+    assert [order.params for order in sent] == [{"drop": 1}, {"drop": 1}]
+    lifecycle.pause_scheduler("keep")
+    engine.exchange.link.put(KVConnectorOutput())
+    while engine.core.has_work():
+        engine.step()
+    assert end.result(timeout=0) is outcome, "also in a pause"
+    lifecycle.can_wait = False
+    assert lifecycle.reset_prefix_cache(reset_connector=True) is outcome
+    assert lifecycle.reset_prefix_cache() is True
 
 
 def test_a_snapshot_shows_what_is_held(filled: FakeTier) -> None:

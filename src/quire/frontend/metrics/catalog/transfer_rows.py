@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from quire.frontend.metrics.catalog.spec import MetricSpec, each, labelled, of_transfers
-from quire.wire.kv_transfer import REJECTIONS
+from quire.wire.kv_transfer import REJECTIONS, REMOTE_SAVE_OUTCOMES
 
 TRANSFER_OUTCOMES = ("ok", "partial", "failed", "cancelled")
 TIERS = ("disk", "remote", "peer")
@@ -137,10 +137,11 @@ TRANSFERS: tuple[MetricSpec, ...] = (
         name="kv_remote_saves",
         kind="counter",
         help="Records of KV blocks that were to be put to a block server, by outcome. stored: it has written it. "
-        "present: it had it. full, rate, error: it has not written it, or did not answer. gone: it was deleted here "
-        "before. refused: it takes none. pins: its block was needed here.",
+        "present: it had it. full, rate, error: it has not written it. gone: it was deleted here before. refused: it "
+        "takes none. pins: its block was needed here. away: it did not answer; the block is put again if it is still "
+        "in memory.",
         labels=("outcome",),
-        known=each(("stored", "present", "full", "rate", "error", "gone", "refused", "pins")),
+        known=each(REMOTE_SAVE_OUTCOMES),
         samples=lambda transfers: labelled(transfers.num_remote_saves),
     ),
     of_transfers(

@@ -83,7 +83,9 @@ RESET_RUNNING = QueryParameter(
     "Takes the blocks of running requests, too.",
 )
 RESET_EXTERNAL = QueryParameter(
-    "reset_external", {"type": "boolean", "default": False}, "No effect: no external cache."
+    "reset_external",
+    {"type": "boolean", "default": False},
+    "Drops what is stored of this model, too: in the directory of --kv-store, and at block servers.",
 )
 SECONDS = QueryParameter(
     "seconds", {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TRACE_S, "default": 10}, "Length of the trace."
@@ -138,7 +140,8 @@ async def is_paused(exchange: Exchange) -> Response:
 
 
 async def reset_prefix_cache(exchange: Exchange) -> Response:
-    """Drops all cached prefixes; success is false if running requests held blocks and nothing was done."""
+    """Drops all cached prefixes; success is false if running requests held blocks and nothing was done, or a block
+    server has not dropped its records."""
     done = await exchange.state.engine.reset_prefix_cache(
         exchange.query_switch("reset_running_requests", False), exchange.query_switch("reset_external", False)
     )
