@@ -118,6 +118,7 @@ class NoExchange:
 
 
 NO_EXCHANGE = NoExchange()
+MakeExchange = Callable[[KVCacheManager], NoExchange]
 
 
 def check_connector(config: EngineConfig) -> None:
@@ -127,8 +128,6 @@ def check_connector(config: EngineConfig) -> None:
         return
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
-    if config.observability_config.record is not None:
-        raise ConfigError(f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {name!r}")
     resolve(connector.scheduler).check_config(config)
 
 
@@ -367,6 +366,7 @@ class KVExchange(NoExchange, AdmissionGate):
             return False
         self._waits[request] = load
         self._stats.num_loads_begun += 1
+        self._manager.held.observer.on_match(request, load.order.source, match.num_tokens)
         request.await_load()
         return True
 
@@ -407,6 +407,7 @@ class KVExchange(NoExchange, AdmissionGate):
             if num_blocks:
                 by_source, label = request.report.external_by_source, _LABELS.get(source, source)
                 by_source[label] = by_source.get(label, 0) + num_tokens
+        self._manager.held.observer.on_loaded(request, num_blocks * self._manager.block_size, outcome)
         if num_blocks:
             now = self.clock()
             self._stats.load_seconds.append(now - load.began)
