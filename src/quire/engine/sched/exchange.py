@@ -515,10 +515,6 @@ class KVExchange(NoExchange, AdmissionGate):
         saver.cancel_sent(self.clock())
         self._send_cancels()
         self._await(lambda: not (loader.num_expected or saver.num_expected or self.leases.num_expected), LET_GO_S)
-        for load in loader.sent.values():
-            if load.stage == "zombie":
-                loader.quarantine(load)
-        saver.give_up(NEVER)
         self.leases.give_up()
         self._unblock(None)  # blocks that will not come back are not to be waited for
         self._declined = None

@@ -814,8 +814,24 @@ def test_a_reset_waits_a_second_and_succeeds_without_wedged_blocks(filled: FakeT
     assert engine.core.lifecycle.reset_prefix_cache(reset_running_requests=True)
     assert waited
     assert engine.clock.now - start < 1.2
-    assert engine.held() == {"quarantined": 7}
+    assert engine.held() == {"zombie": 7}, "they are expected for 5 s, as others"
     assert not engine.scheduler.kv_cache_manager.block_pool.cached_blocks.num_blocks
+    engine.worker.manners = ["good"]
+    engine.worker.free()
+    engine.finish()
+
+
+def test_after_a_reset_a_request_waits_for_the_blocks_of_saves_that_go_on(tier: FakeTier) -> None:
+    engine = Engine(tier, num_blocks=12)
+    engine.worker.manners = ["wedged"]
+    engine.add("a", max_tokens=1)
+    engine.step(2)
+    wait_by_moving(engine, does_move=False)
+    assert engine.core.lifecycle.reset_prefix_cache(reset_running_requests=True)
+    assert engine.held() == {"pinned": 7}
+    engine.add("b", [8] * 30)
+    engine.step()
+    assert engine.status("b") is RequestStatus.WAITING
     engine.worker.manners = ["good"]
     engine.worker.free()
     engine.finish()
