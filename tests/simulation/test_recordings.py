@@ -21,6 +21,7 @@ from tests.simulation.harness import Simulation
 from tests.simulation.world import World, draw_operations
 
 NUM_EPISODES = 12
+NUM_EPISODES_WITH_A_STORE = 4
 NUM_OPERATIONS = 300
 
 
@@ -47,9 +48,11 @@ class RecordedSimulation(Simulation):
         super()._start_engine()
 
 
-def record(seed: int, directory: Path) -> tuple[list[Path], Counter[str]]:
+def record(seed: int, directory: Path, *, has_tier: bool = False) -> tuple[list[Path], Counter[str]]:
     rng = random.Random(seed)
     world = World.draw(rng)
+    if has_tier:
+        world = world.with_tier(rng)
     if seed % 3 == 1:
         world = world.with_adapters(random.Random(seed + 0.5))
     operations = draw_operations(rng, world, NUM_OPERATIONS)
@@ -65,6 +68,21 @@ def _transparent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "ObservedScheduler", TransparentScheduler)
 
 
+def replay_all(paths: list[Path], seed: int, kinds: Counter[str]) -> None:
+    """Replays recordings, and counts their events."""
+    for path in paths:
+        with path.open("rb") as file:
+            reader = RecordingReader(file)
+            replayer = Replayer(reader.header)
+            for event in reader.events():
+                kinds[type(event).__name__] += 1
+                difference = replayer.apply(event)
+                assert difference is None, f"seed {seed}, {path.name}: {difference}"
+                with suppress(AttributeError):
+                    replayer.scheduler.kv_cache_manager.check_integrity()
+        assert reader.torn_bytes == 0
+
+
 @pytest.mark.fresh
 def test_random_engines_replay_to_the_last_decision(tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
@@ -74,17 +92,7 @@ def test_random_engines_replay_to_the_last_decision(tmp_path: Path) -> None:
         directory.mkdir()
         paths, happened = record(seed, directory)
         seen += happened
-        for path in paths:
-            with path.open("rb") as file:
-                reader = RecordingReader(file)
-                replayer = Replayer(reader.header)
-                for event in reader.events():
-                    kinds[type(event).__name__] += 1
-                    difference = replayer.apply(event)
-                    assert difference is None, f"seed {seed}, {path.name}: {difference}"
-                    with suppress(AttributeError):
-                        replayer.scheduler.kv_cache_manager.check_integrity()
-            assert reader.torn_bytes == 0
+        replay_all(paths, seed, kinds)
     for situation in (
         *("preemptions", "admissions with cached tokens", "abort", "abort_in_flight", "failed steps", "segments"),
         *("ids used again at once", "finished: repetition", "admissions with outputs"),
@@ -92,3 +100,22 @@ def test_random_engines_replay_to_the_last_decision(tmp_path: Path) -> None:
     ):
         assert seen[situation] > (NUM_EPISODES if FRESH else 0), (situation, seen)
     assert set(kinds) == {"Add", "End", "Step", "Update", "Abandon", "Reset", "Pause"}
+
+
+@pytest.mark.fresh
+def test_engines_with_a_store_replay_without_it(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    for seed in seeds(NUM_EPISODES_WITH_A_STORE):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        paths, happened = record(seed, directory, has_tier=True)
+        seen += happened
+        replay_all(paths, seed, kinds)
+    for situation in (
+        *("loads: ok", "loads: failed", "loads: cancelled", "external tokens", "saved blocks", "blocked by transfers"),
+        *("held: loading", "held: pinned", "held: leased", "preemptions", "reset_prefix_cache", "crash"),
+        *(("held: loaded", "held: zombie", "held: quarantined", "loads: partial") if FRESH else ()),
+    ):
+        assert seen[situation] > (NUM_EPISODES if FRESH else 0), (situation, seen)
+    assert kinds["Transfers"] > 10 * NUM_EPISODES_WITH_A_STORE

@@ -61,6 +61,7 @@ class Tier:
         if not self.is_used:
             return
         exchange = self.sim.core.scheduler.exchange
+        exchange = getattr(exchange, "watched", exchange)  # that of a recorded engine
         assert isinstance(exchange, KVExchange)
         self.exchange = exchange
         exchange.clock = self.clock

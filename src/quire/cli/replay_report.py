@@ -19,6 +19,7 @@ from quire.config.engine_args import FLAGS, EngineArgs
 from quire.engine.recording.format import HASH_BYTES, IS_POOLING, RecordingReader
 from quire.errors import ConfigError
 from quire.replay.figures import Figures, measure
+from quire.replay.fleet import check_predictable
 from quire.replay.step_times import PART_NAMES, StepTimes, fit_step_times
 from quire.replay.study import RecordedRequest, Study, study
 from quire.replay.what_if import Changes, predict
@@ -37,6 +38,8 @@ def replay(args: Arguments) -> int:
         raise ConfigError("--check only replays; drop it to ask for predictions or a rerun")
     recorded, torn_bytes = read_recording(args["file"])
     report = Report(recorded, torn_bytes)
+    if changes.any or args["rerun"] is not None:
+        check_predictable(recorded)
     if recorded.difference is None and not args["check"]:
         report.predict(changes)
         if args["rerun"] is not None:
@@ -90,6 +93,8 @@ class Report:
 
     def predict(self, changes: Changes) -> None:
         """Fits the step times, and serves the load again on a virtual clock."""
+        if self.study.header.connector:
+            return  # nothing is asked for that would need it
         self.times = fit_step_times(self.study.steps)
         if self.times is None:
             if changes.any:
@@ -110,6 +115,9 @@ class Report:
             "steps": recorded.num_steps,
             "requests": len(recorded.requests),
             "torn_bytes": self.torn_bytes,
+            "connector": recorded.header.connector or None,
+            "loads": dict(recorded.loads),
+            "loaded_tokens": recorded.num_loaded_tokens,
             "step_times": None if times is None else {**times._asdict(), "parts": list(PART_NAMES)},
             "recorded": None if difference else msgspec.to_builtins(measure(recorded)),
             "predicted": msgspec.to_builtins(self.predicted),
@@ -128,6 +136,12 @@ class Report:
         if recorded.difference is not None:
             return "\n".join([*lines, f"a decision is another one: {recorded.difference}"])
         lines.append("replayed: every decision is the same")
+        if recorded.header.connector:
+            loads = ", ".join(f"{outcome} {number}" for outcome, number in sorted(recorded.loads.items())) or "none"
+            lines.append(
+                f"{recorded.header.connector} was played back: loads {loads}; {recorded.num_loaded_tokens} tokens. "
+                "Predictions are not made"
+            )
         if self.times is not None:
             times = self.times
             lines.append(

@@ -10,7 +10,7 @@ import gc
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -27,8 +27,14 @@ from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, NoExchange, check_connector
-from quire.engine.sched.interface import AdmissionGate, ObservedScheduler, SchedulerInterface, StructuredOutputManager
+from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, MakeExchange, NoExchange, check_connector
+from quire.engine.sched.interface import (
+    AdmissionGate,
+    ObservedScheduler,
+    SchedulerInterface,
+    SchedulerObserver,
+    StructuredOutputManager,
+)
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
 from quire.engine.transfers import TransferLink
@@ -128,8 +134,7 @@ class EngineCore:
         )
         exchange: NoExchange = NO_EXCHANGE
         if config.kv_transfer_config.connector is not None:
-            link = TransferLink(self.executor, wake)
-            exchange = self.scheduler.connect(partial(KVExchange.from_config, config, sizes, link))
+            exchange = self._connect(config, sizes, observers, wake)
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
         self.ready_response = EngineCoreReadyResponse(
@@ -161,6 +166,20 @@ class EngineCore:
         gc.collect()
         gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
+
+    def _connect(
+        self,
+        config: EngineConfig,
+        sizes: KVCacheSizes,
+        observers: Sequence[SchedulerObserver],
+        wake: Callable[[], None],
+    ) -> NoExchange:
+        """Gives the scheduler the exchange of the configured connector, and returns it."""
+        link = TransferLink(self.executor, wake)
+        make_exchange: MakeExchange = partial(KVExchange.from_config, config, sizes, link)
+        for observer in observers:
+            make_exchange = observer.watch_exchange(make_exchange)
+        return self.scheduler.connect(make_exchange)
 
     def _make_kv_caches(self, config: EngineConfig) -> KVCacheSizes:
         if config.parallel_config.is_scale_up_launch:

@@ -10,11 +10,13 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.kv_store.connector import (
+    MESSAGES,
     ForeignOutput,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     TransferResults,
+    ask,
     join_messages,
 )
 from quire.resolve import resolve
@@ -34,6 +36,12 @@ class MultiMessage:
     """The messages of all connectors' workers' halves, in order: as many of each as cannot be joined."""
 
     parts: list[list[Any]]
+
+    @classmethod
+    def of(cls, messages: Iterable[Any]) -> MultiMessage | None:
+        """Returns the messages of one worker's halves, None for those that have none; None if all have none."""
+        parts = [[] if message is None else [message] for message in messages]
+        return cls(parts) if any(parts) else None
 
     def aggregate(self, other: MultiMessage) -> MultiMessage:
         """Returns this with the messages of another worker."""
@@ -91,12 +99,20 @@ class MultiConnector(KVConnectorBase_V1):
         return MultiMetadata([part.build_connector_meta(scheduler_output) for part in self.parts], num_senders)
 
     def update_connector_output(self, connector_output: ForeignOutput) -> None:
-        message: MultiMessage | None = connector_output.kv_connector_worker_meta
+        messages: dict[str, MultiMessage | None] = {name: getattr(connector_output, name) for name in MESSAGES}
         for index, part in enumerate(self.parts):
+            own = {name: [] if message is None else message.parts[index] for name, message in messages.items()}
             output = connector_output
-            for meta in (message.parts[index] if message is not None else []) or [None]:
-                part.update_connector_output(dataclasses.replace(output, kv_connector_worker_meta=meta))
+            for number in range(max(1, *map(len, own.values()))):
+                fields: Any = {name: values[number] if number < len(values) else None for name, values in own.items()}
+                part.update_connector_output(dataclasses.replace(output, **fields))
                 output = ForeignOutput()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], MultiMessage]) -> None:
+        for index, part in enumerate(self.parts):
+            own = {place: value for place, message in metadata.items() for value in message.parts[index]}
+            if own:  # one that cannot take its own does not keep the others from theirs
+                ask(part, None, part.set_xfer_handshake_metadata_pp_aware, own)
 
     def get_finished_count(self) -> int | None:
         counts = {part.get_finished_count() for part in self.parts}
@@ -124,6 +140,9 @@ class MultiConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         for part in self.parts:
             part.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> MultiMessage | None:
+        return MultiMessage.of(part.get_handshake_metadata() for part in self.parts)
 
     def handle_preemptions(self, kv_connector_metadata: MultiMetadata) -> None:
         for part, meta in zip(self.parts, kv_connector_metadata.parts, strict=True):
@@ -175,9 +194,13 @@ class MultiConnector(KVConnectorBase_V1):
         return set().union(*(part.get_block_ids_with_load_errors() for part in self.parts))
 
     def build_connector_worker_meta(self) -> MultiMessage | None:
-        metas = [part.build_connector_worker_meta() for part in self.parts]
-        parts = [[] if meta is None else [meta] for meta in metas]
-        return MultiMessage(parts) if any(parts) else None
+        return MultiMessage.of(part.build_connector_worker_meta() for part in self.parts)
+
+    def get_kv_connector_stats(self) -> MultiMessage | None:
+        return MultiMessage.of(part.get_kv_connector_stats() for part in self.parts)
+
+    def get_kv_connector_kv_cache_events(self) -> MultiMessage | None:
+        return MultiMessage.of(part.get_kv_connector_kv_cache_events() for part in self.parts)
 
     def shutdown(self) -> None:
         for part in self.parts:

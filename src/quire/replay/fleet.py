@@ -215,6 +215,17 @@ class _Engine:
         return ModelRunnerOutput(list(output.num_scheduled_tokens), tokens, pooler_output=pooled)
 
 
+def check_predictable(study: Study) -> None:
+    """Raises ConfigError if the recorded load cannot be served on a virtual clock."""
+    connector = study.header.connector
+    if connector:
+        raise ConfigError(
+            f"the recording is of an engine with kv_connector {connector!r}: a prediction does not know what its "
+            "stores would have, nor how long loads would take then; record an engine without one, or use "
+            "quire replay --check"
+        )
+
+
 class Fleet:
     """One simulation of a load. `rate` times the recorded arrivals per second come."""
 
@@ -233,6 +244,7 @@ class Fleet:
         engines."""
         if study.has_drafts:
             raise ConfigError("what-if does not know speculative decoding: recorded drafts were made of tokens")
+        check_predictable(study)
         assert placement is not None or num_engines == 1
         pace = Pace(times, study.steps, study.step_ends_s)
         gap_s = statistics.median(study.gaps_s) if study.gaps_s else 0.0

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from quire.config.engine import SchedulerConfig
+from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.recording.format import (
     HAS_GRAMMAR,
     HASH_BYTES,
@@ -31,6 +32,7 @@ from quire.engine.recording.format import (
     Reset,
     Step,
     StepDetails,
+    Transfers,
     Update,
 )
 from quire.engine.recording.recorder import Recorder
@@ -42,6 +44,7 @@ from quire.engine.structured_output.request import GrammarVerdict, StructuredOut
 from quire.errors import ConfigError, GenerationError, QuireError
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
+from quire.replay.transfers import ReplayedExchange
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 from quire.wire.engine_core import EngineCoreRequest, FinishReason
@@ -245,15 +248,20 @@ class Replayer:
         self._grammars = ReplayedGrammars()
         self._adapters = ReplayedAdapters()
         self._emitted: list[AnyEvent] = []
+        self._transfers: Transfers | None = None
+        """The transfers of the next event."""
         recorder = Recorder(self._emitted.append, lambda digest: digest, clock=0.0)
         self.scheduler = make_scheduler(
             header, recorder.watch_grammars(self._grammars), [recorder.watch_adapters(self._adapters)]
         )
+        self.live: dict[int, ReplayedRequest] = {}
+        """Unfinished requests, by number."""
+        self._exchange: ReplayedExchange | None = None
+        if header.connector:
+            self.scheduler.connect(recorder.watch_exchange(self._make_exchange))
         self._observed = ObservedScheduler(self.scheduler, [recorder], clock=lambda: 0.0)
         self.in_flight: deque[SchedulerOutput] = deque()
         """Steps whose results are not applied yet, oldest first."""
-        self.live: dict[int, ReplayedRequest] = {}
-        """Unfinished requests, by number."""
         self.num_new_tokens: dict[int, int] = {}
         """Tokens that the last update gave to each request, by number."""
         self._ids: list[str] = []
@@ -261,11 +269,20 @@ class Replayer:
         self.num_events = 0
         self._microseconds = 0
 
+    def _make_exchange(self, manager: KVCacheManager) -> ReplayedExchange:
+        self._exchange = ReplayedExchange(manager, self.live)
+        return self._exchange
+
     def apply(self, event: AnyEvent) -> Difference | None:
         """Applies an event of the recording to the scheduler."""
         self.num_events += 1
         self._microseconds += event.at + getattr(event, "took", 0)
+        if isinstance(event, Transfers):
+            self._transfers = event
+            return None
         self._emitted.clear()
+        if self._exchange is not None:
+            self._exchange.expect(self._transfers or Transfers(0))
         why = ""
         try:
             self._apply(event)
@@ -273,6 +290,7 @@ class Replayer:
             why = f"the replay fails: {type(e).__name__}: {e}"
         if not why:
             why = self._compare(event)
+        self._transfers = None
         if not why:
             return None
         return Difference(self.num_events, self._microseconds / 1e6, type(event).__name__.lower(), why)
@@ -287,9 +305,15 @@ class Replayer:
         return ended
 
     def _compare(self, event: AnyEvent) -> str:
-        if len(self._emitted) != 1:
-            return f"{len(self._emitted)} things happen instead"
-        return describe_difference(event, self._emitted[0])
+        emitted = self._emitted
+        if self._exchange is not None:
+            transfers = emitted.pop(0) if emitted and isinstance(emitted[0], Transfers) else Transfers(0)
+            why = describe_difference(self._transfers or Transfers(0), transfers)
+            if why:
+                return f"transfers: {why}"
+        if len(emitted) != 1:
+            return f"{len(emitted)} things happen instead"
+        return describe_difference(event, emitted[0])
 
     def _apply(self, event: AnyEvent) -> None:
         match event:
@@ -344,8 +368,10 @@ class Replayer:
         for index, has_adapter in details.adapters:
             (self._adapters.absent.discard if has_adapter else self._adapters.absent.add)(self._ids[index])
         self._adapters.rehashed |= {self._ids[index]: digests for index, _, digests in details.hashes}
+        others = [] if self._transfers is None else [*self._transfers.errors, *self._transfers.unfit]
         for index, status in details.failed:
-            if status == RequestStatus.FINISHED_ERROR and index in self.live and self.live[index].adapter is not None:
+            has_adapter = index in self.live and self.live[index].adapter is not None
+            if status == RequestStatus.FINISHED_ERROR and has_adapter and index not in others:
                 self._adapters.failed.add(self._ids[index])
             grammar = self.live[index].structured_output if index in self.live else None
             if isinstance(grammar, ReplayedGrammar):

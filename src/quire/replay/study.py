@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from quire.engine.recording.format import (
     Pause,
     Reset,
     Step,
+    Transfers,
     Update,
 )
 from quire.engine.request import RequestStatus
@@ -75,6 +76,9 @@ class Study:
     """Seconds from the end of a step to the start of the next, while there was work."""
     controls: list[tuple[float, Pause | Reset]] = field(default_factory=list)
     has_drafts: bool = False
+    loads: Counter[str] = field(default_factory=Counter)
+    """Loads from stores and other engines, by outcome."""
+    num_loaded_tokens: int = 0
 
 
 def study(header: Header, events: Iterable[AnyEvent]) -> Study:
@@ -127,6 +131,10 @@ class _StudyBuilder:
                 self._last_end = None
             case Drafts():
                 study.has_drafts = True
+            case Transfers():
+                ends = [end for call in event.calls for end in call.loaded]
+                study.loads.update(outcome for _, outcome, _ in ends)
+                study.num_loaded_tokens += sum(num_tokens for _, _, num_tokens in ends)
             case _:
                 pass
         if isinstance(event, End | Update | Step):
@@ -174,7 +182,9 @@ class _StudyBuilder:
         self.study.steps.append((work, self._now - max(began, self._last_update)))
         self.study.step_ends_s.append(self._now)
         self._last_update = self._now
-        self._last_end = self._now if self._replayer.scheduler.has_requests() else None
+        scheduler = self._replayer.scheduler
+        has_work = scheduler.has_requests() and not scheduler.is_blocked()  # while all wait for loads, there is none
+        self._last_end = self._now if has_work else None
         for index, num_new in self._replayer.num_new_tokens.items():
             self.study.requests[index].note_tokens(num_new, self._now)
         for index, reason, _ in event.ends:

@@ -22,6 +22,25 @@ same, for so long that nothing waits for them any more. leased: promised to anot
 HELD_STATES: tuple[HeldState, ...] = get_args(HeldState)
 
 
+class TransferObserver:
+    """Base of observers of transfers and of the blocks that they hold. They must not change anything."""
+
+    def on_match(self, request: Request, source: str, num_tokens: int) -> None:
+        """A load of these tokens, which a source has, was ordered. The last call of `on_held` had its blocks."""
+
+    def on_loaded(self, request: Request, num_tokens: int, outcome: str) -> None:
+        """A request waits no longer for its load, which has brought `num_tokens` verified tokens."""
+
+    def on_held(self, holder: Hashable, state: HeldState, blocks: Sequence[KVCacheBlock]) -> None:
+        """A holder got a reference to each of `blocks`: loading, pinned or leased."""
+
+    def on_accepted(self, holder: Hashable, num_blocks: int) -> None:
+        """The first `num_blocks` positions of a load can be hit, and the rest of its blocks were freed."""
+
+    def on_released(self, holder: Hashable) -> None:
+        """A holder has dropped all its references."""
+
+
 class HeldBlocks:
     """Owns the references of blocks that are in no table, by holder. A block may have several holders, and tables."""
 
@@ -31,6 +50,7 @@ class HeldBlocks:
         self.has_changed = True
         """True if `count` may have another answer than when this was set to False, or something else was counted of
         transfers since."""
+        self.observer = TransferObserver()
 
     def hold(self, holder: Hashable, state: HeldState, blocks: Sequence[KVCacheBlock]) -> None:
         """Takes over one reference to each of `blocks`, in order of position. Null blocks are left out."""
@@ -42,6 +62,7 @@ class HeldBlocks:
         assert holder not in self._held, f"{holder} holds blocks already"
         self.has_changed = True
         self._held[holder] = state, blocks
+        self.observer.on_held(holder, state, blocks)
 
     def pin(self, holder: Hashable, blocks: list[KVCacheBlock]) -> None:
         """Adds a reference to each of `blocks`, which can be hit, and holds it as pinned. The list must not be changed
@@ -72,6 +93,8 @@ class HeldBlocks:
             unwanted = set(only)
             gone = [block for block in blocks if block in unwanted]
             self._held[holder] = state, [block for block in blocks if block not in unwanted]
+        else:
+            self.observer.on_released(holder)
         self._pool.release_blocks(reversed(gone))
         return bool(gone)
 

@@ -266,6 +266,7 @@ class KVCacheManager:
             self.block_pool.cache_full_blocks(request, whole, places, self.block_size, parent)
         self.held.release(holder, only=[block for table in tables for block in table[num_verified:]])
         self.held.change(holder, "loaded")
+        self.held.observer.on_accepted(holder, num_verified)
 
     def find_cached(self, request: Request, num_blocks: int) -> Sequence[Sequence[KVCacheBlock]]:
         """Returns the longest cached prefix of at most `num_blocks` blocks, per group."""

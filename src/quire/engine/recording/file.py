@@ -16,7 +16,14 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.sizing import KVCacheSizes
-from quire.engine.recording.format import AnyEvent, Header, encode_events, encode_header
+from quire.engine.recording.format import (
+    FORMAT,
+    FORMAT_WITH_TRANSFERS,
+    AnyEvent,
+    Header,
+    encode_events,
+    encode_header,
+)
 from quire.engine.recording.recorder import Recorder, keyed_digest
 from quire.errors import ConfigError
 from quire.logger import init_logger
@@ -144,7 +151,10 @@ class FileRecorder(Recorder):
         clock = time.monotonic()
         observability = config.observability_config
         drafting = config.speculative_config.drafting
+        transfer = config.kv_transfer_config
+        has_transfers = transfer.connector is not None
         header = Header(
+            format=FORMAT_WITH_TRANSFERS if has_transfers else FORMAT,
             quire=__version__,
             created_at=time.time(),
             clock=clock,
@@ -157,6 +167,7 @@ class FileRecorder(Recorder):
             num_lookahead_tokens=0 if drafting is None else drafting.num_lookahead_tokens,
             max_concurrent_steps=max_concurrent_steps,
             has_prompts=observability.record_prompts,
+            connector=(transfer.kv_connector or "") if has_transfers else "",
         )
         assert observability.record is not None
         self._writer = RecordingWriter(Path(observability.record), header)

@@ -23,7 +23,9 @@ from quire.wire.kv_cache import KVCacheConfig
 
 MAGIC = b"quire recording\n"
 FORMAT = 1
-"""Version of everything after MAGIC; a reader accepts its own only."""
+"""Version of everything after MAGIC."""
+FORMAT_WITH_TRANSFERS = 2
+"""The version of recordings of engines with a connector: they have `Transfers`, too."""
 MAX_FRAME_BYTES = 1 << 28
 HASH_BYTES = 16
 
@@ -52,6 +54,8 @@ class Header(msgspec.Struct, kw_only=True):
     """Number of starts of the core before this one: each start makes a recording of its own."""
     has_prompts: bool = False
     """True if prompt token ids are recorded."""
+    connector: str = ""
+    """Name of the connector by which blocks are loaded and saved; empty: there is none."""
 
 
 class Event(msgspec.Struct, array_like=True, tag_field="kind", gc=False):
@@ -165,7 +169,39 @@ class Pause(Event, tag=8):
     state: int
 
 
-AnyEvent = Add | End | Step | Update | Drafts | Abandon | Reset | Pause
+LOADING, PINNED, LEASED, ACCEPTED, RELEASED = range(5)
+"""Kinds of changes: the state of blocks that a holder got, or what was done with a holder."""
+
+
+class ExchangeCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A call of the scheduler to its exchange with stores that has changed something, or that was not answered as
+    where there is no store."""
+
+    number: int
+    """Number of calls before it since the last event; those that only ask do not count."""
+    is_unusual: bool = False
+    """True: the answer is the opposite of that of `NoExchange`."""
+    match: tuple[int, str, int] | None = None
+    """(request, source, tokens) of a load that was ordered."""
+    changes: list[tuple[int, int, list[int]]] = []
+    """(kind, holder, blocks) in order; of ACCEPTED the number of positions. Holders count from 0."""
+    loaded: list[tuple[int, str, int]] = []
+    """(request, outcome, verified tokens) of loads that were waited for no longer."""
+    ready: list[int] = []
+    """Requests that need not wait any longer: for loads, or for blocks of transfers."""
+
+
+class Transfers(Event, tag=9):
+    """Calls to the exchange with stores while the next event happened."""
+
+    calls: list[ExchangeCall] = []
+    errors: list[int] = []
+    """Requests that end with an error because of their load."""
+    unfit: list[int] = []
+    """Requests that no transfer will give enough blocks to."""
+
+
+AnyEvent = Add | End | Step | Update | Drafts | Abandon | Reset | Pause | Transfers
 Emit = Callable[[AnyEvent], None]
 
 
@@ -202,8 +238,9 @@ class RecordingReader:
             raise ConfigError("the recording ends before its header is complete")
         try:
             found = msgspec.msgpack.decode(payload, type=dict).get("format")
-            if found != FORMAT:
-                raise ConfigError(f"the recording has format {found}; this version of Quire reads format {FORMAT}")
+            if found not in (FORMAT, FORMAT_WITH_TRANSFERS):
+                known = f"formats {FORMAT} and {FORMAT_WITH_TRANSFERS}"
+                raise ConfigError(f"the recording has format {found}; this version of Quire reads {known}")
             self.header = msgspec.msgpack.decode(payload, type=Header)
         except (msgspec.MsgspecError, TypeError) as e:
             raise ConfigError(f"the header of the recording cannot be read: {e}") from None

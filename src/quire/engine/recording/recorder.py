@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.recording.format import (
     HAS_GRAMMAR,
     HASH_BYTES,
@@ -20,6 +21,7 @@ from quire.engine.recording.format import (
     SKIPS_CACHE,
     Abandon,
     Add,
+    AnyEvent,
     Drafts,
     Emit,
     End,
@@ -30,7 +32,9 @@ from quire.engine.recording.format import (
     StepDetails,
     Update,
 )
+from quire.engine.recording.transfers import WatchedExchange
 from quire.engine.request import Request, RequestStatus
+from quire.engine.sched.exchange import MakeExchange, NoExchange
 from quire.engine.sched.interface import AdmissionGate, PauseState, SchedulerObserver, StructuredOutputManager
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -63,7 +67,7 @@ class Recorder(SchedulerObserver):
     """Emits an event per call of the scheduler, in the order of the calls."""
 
     def __init__(self, emit: Emit, digest: Digest, *, clock: float, with_prompts: bool = False) -> None:
-        self._emit = emit
+        self._write = emit
         self._digest = digest
         self._with_prompts = with_prompts
         self._clock = round(clock * 1e6)
@@ -79,6 +83,15 @@ class Recorder(SchedulerObserver):
         self._rehashed: dict[str, None] = {}
         """Requests whose blocks got other hashes since the last step."""
         self._encoder = msgspec.msgpack.Encoder()
+        self._transfers: WatchedExchange | None = None
+        """The exchange with stores; None: there is none."""
+
+    def _emit(self, event: AnyEvent) -> None:
+        if self._transfers is not None:
+            transfers = self._transfers.take()
+            if transfers is not None:
+                self._write(transfers)
+        self._write(event)
 
     # -- from outside --------------------------------------------------------------------------------------------
 
@@ -98,6 +111,16 @@ class Recorder(SchedulerObserver):
         self._adapters[request.request_id] = has_adapter
         if is_rehashed:
             self._rehashed[request.request_id] = None
+
+    def watch_exchange(self, make_exchange: MakeExchange) -> MakeExchange:
+        def make(manager: KVCacheManager) -> NoExchange:
+            exchange = self._transfers = WatchedExchange(make_exchange(manager), manager, self._number_of)
+            return exchange
+
+        return make
+
+    def _number_of(self, request: Request) -> int:
+        return self._known[request.request_id].index
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         origin = request.origin
@@ -137,6 +160,9 @@ class Recorder(SchedulerObserver):
     ) -> None:
         if request_ids is not None and not ended:
             return
+        for request_id in ended:  # what the core has found of them between two steps is not found again by a replay
+            self._adapters.pop(request_id, None)
+            self._rehashed.pop(request_id, None)
         indices = None if request_ids is None else [self._known[request_id].index for request_id in ended]
         self._emit(End(self._passed(now), indices, int(status), report))
 

@@ -119,6 +119,7 @@ class NoExchange:
 
 
 NO_EXCHANGE = NoExchange()
+MakeExchange = Callable[[KVCacheManager], NoExchange]
 
 
 def check_connector(config: EngineConfig) -> None:
@@ -128,8 +129,6 @@ def check_connector(config: EngineConfig) -> None:
         return
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
-    if config.observability_config.record is not None:
-        raise ConfigError(f"--record: recordings cannot hold loads yet; leave it out, or kv_connector {name!r}")
     resolve(connector.scheduler).check_config(config)
 
 
@@ -368,6 +367,7 @@ class KVExchange(NoExchange, AdmissionGate):
             return False
         self._waits[request] = load
         self._stats.num_loads_begun += 1
+        self._manager.held.observer.on_match(request, load.order.source, match.num_tokens)
         request.await_load()
         return True
 
@@ -408,6 +408,7 @@ class KVExchange(NoExchange, AdmissionGate):
             if num_blocks:
                 by_source, label = request.report.external_by_source, _LABELS.get(source, source)
                 by_source[label] = by_source.get(label, 0) + num_tokens
+        self._manager.held.observer.on_loaded(request, num_blocks * self._manager.block_size, outcome)
         if num_blocks:
             now = self.clock()
             self._stats.load_seconds.append(now - load.began)
@@ -515,10 +516,6 @@ class KVExchange(NoExchange, AdmissionGate):
         saver.cancel_sent(self.clock())
         self._send_cancels()
         self._await(lambda: not (loader.num_expected or saver.num_expected or self.leases.num_expected), LET_GO_S)
-        for load in loader.sent.values():
-            if load.stage == "zombie":
-                loader.quarantine(load)
-        saver.give_up(NEVER)
         self.leases.give_up()
         self._unblock(None)  # blocks that will not come back are not to be waited for
         self._declined = None

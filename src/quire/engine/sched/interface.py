@@ -19,8 +19,7 @@ from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput
 from quire.wire.stats import EngineSnapshot, SchedulerStats
 
 if TYPE_CHECKING:
-    from quire.engine.kv_cache.manager import KVCacheManager
-    from quire.engine.sched.exchange import NoExchange
+    from quire.engine.sched.exchange import MakeExchange, NoExchange
 
 
 class PauseState(IntEnum):
@@ -83,7 +82,7 @@ class SchedulerInterface(ABC):
 
     pause_state: PauseState = PauseState.UNPAUSED
 
-    def connect(self, make_exchange: Callable[[KVCacheManager], NoExchange]) -> NoExchange:
+    def connect(self, make_exchange: MakeExchange) -> NoExchange:
         """Makes the exchange with stores outside the engine, before the first request, and returns it. Raises
         ConfigError if this scheduler has no use for one."""
         raise ConfigError(f"{type(self).__name__} cannot load blocks; leave the connector or --scheduler-cls out")
@@ -194,6 +193,10 @@ class SchedulerObserver:
     def watch_adapters(self, gate: AdmissionGate) -> AdmissionGate:
         """Returns the gate of adapters that the scheduler is given. Called before the scheduler is made."""
         return gate
+
+    def watch_exchange(self, make_exchange: MakeExchange) -> MakeExchange:
+        """Returns what makes the exchange with stores that the scheduler is given."""
+        return make_exchange
 
     def on_add(self, request: Request, is_accepted: bool, now: float) -> None:
         """A request was given to the scheduler, which accepted it or raised."""

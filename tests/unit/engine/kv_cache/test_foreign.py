@@ -510,6 +510,54 @@ def test_what_workers_say_is_joined(tmp_path: Path, parallel: str, monkeypatch: 
     assert [output.kv_connector_stats for output in outputs] == [{"steps": 1}] * len(outputs), "one call for each"
 
 
+@pytest.mark.parametrize("parallel", ["", "pipeline_parallel_size"])
+def test_each_of_several_connectors_hears_of_its_own_workers_halves(
+    tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: dict[str, list[Any]] = {name: [] for name in ("handshakes", "stats", "events", "metas")}
+    place = "_kv_transfer_config.kv_connector_extra_config"
+    rank = "_vllm_config.parallel_config.rank"
+
+    def name_of(half: Any) -> Any:
+        return attrgetter(place)(half)["own"]
+
+    def hear(half: Any, output: Any) -> None:
+        if output.kv_connector_stats is not None:
+            heard["stats"].append((name_of(half), output.kv_connector_stats))
+        if output.kv_cache_events is not None:
+            heard["events"].append((name_of(half), output.kv_cache_events))
+        if output.kv_connector_worker_meta is not None:
+            heard["metas"].append((name_of(half), output.kv_connector_worker_meta))
+
+    def shake(half: Any, found: Any) -> None:
+        heard["handshakes"].append((name_of(half), found))
+        if name_of(half) == "a":
+            raise OSError("it takes none")
+
+    def only(name: str, make: Any) -> Any:
+        return lambda half: make(half) if name in name_of(half) else None
+
+    for method, answer in {
+        "get_handshake_metadata": only("", lambda half: name_of(half) + str(attrgetter(rank)(half))),
+        "set_xfer_handshake_metadata_pp_aware": shake,
+        "get_kv_connector_stats": only("b", lambda half: Counter(steps=1)),
+        "get_kv_connector_kv_cache_events": only("a", lambda half: Named({attrgetter(rank)(half)})),
+        "build_connector_worker_meta": only("b", lambda half: Named({attrgetter(rank)(half)})),
+        "update_connector_output": hear,
+    }.items():
+        monkeypatch.setattr(DiskConnector, method, answer)
+    parts = [part(DISK, "DiskConnector", shared_storage_path=str(tmp_path / one), own=one) for one in "ab"]
+    run(of_several(*parts), parallel=parallel)
+    ranks = {0, 1} if parallel else {0}
+    assert heard["handshakes"] == [(one, {(rank, 0): f"{one}{rank}" for rank in ranks}) for one in "ab"]
+    assert "it takes none" in caplog.text
+    num_steps = len(heard["metas"])
+    assert num_steps > 2
+    assert heard["metas"] == [("b", Named(ranks))] * num_steps
+    assert heard["events"] == [("a", Named(ranks))] * num_steps
+    assert heard["stats"] == [("b", {"steps": 1})] * (num_steps * len(ranks)), "one call for each: they are not joined"
+
+
 @dataclass
 class Named:
     """A message that knows how it is joined."""
