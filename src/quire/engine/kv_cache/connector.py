@@ -103,6 +103,9 @@ class KVConnectorScheduler(ABC):
     asks_again = True
     """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
     report of the worker half."""
+    sees_all_steps = False
+    """True: `build_connector_meta` is called for each step; False: for those before which something has happened to
+    requests or transfers."""
     has_several_sources = False
     """True: what a load has not brought is looked up again, in the other sources of `find_matches`."""
 
@@ -243,7 +246,7 @@ class KVConnectorScheduler(ABC):
 
     def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         """Returns what is sent to the worker half with a step that is about to be sent; None: nothing, and no step is
-        made for it."""
+        made for it. See `sees_all_steps`."""
         return None
 
     def set_weights(self, path: str) -> None:

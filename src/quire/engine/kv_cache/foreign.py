@@ -152,6 +152,8 @@ class WorkerReports:
 class ForeignScheduler(KVConnectorScheduler):
     """Calls the scheduler's half of a connector in vLLM's order."""
 
+    sees_all_steps = True
+
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, kv_cache_config)
         self.foreign: KVConnectorBase_V1 = make_connector(config, KVConnectorRole.SCHEDULER, kv_cache_config)

@@ -133,23 +133,29 @@ def check_connector(config: EngineConfig) -> None:
 
 
 class _Steps:
-    """Counts steps, and measures those that mainly compute prompts."""
+    """Counts steps, and measures those that mainly compute prompts. Nearly all others are idle."""
 
     def __init__(self) -> None:
         self.num_sent = self.num_received = 0
-        self._sent_at: deque[float] = deque()
+        self.is_idle = False
+        """True: the last step has left nothing to be done with the next one, and nothing has happened since. A request
+        that comes, asks, lacks room or leaves, a save and a control call set it to False; reports are seen by
+        themselves."""
+        self.measured: deque[tuple[int, float]] = deque()
+        """Numbers of the steps in flight that mainly compute prompts, and when they were sent."""
         self._last_at = 0.0
 
-    def send(self, now: float) -> None:
-        self._sent_at.append(now)
-        self.num_sent += 1
+    def measure(self, now: float) -> None:
+        """Begins to measure the step that was sent last."""
+        self.measured.append((self.num_sent, now))
 
-    def receive(self, output: SchedulerOutput, cost: LoadCost, now: float) -> None:
-        began, self._last_at = max(self._sent_at.popleft(), self._last_at), now
-        self.num_received += 1
-        num_requests = len(output.num_scheduled_tokens)
-        if not num_requests or output.total_num_scheduled_tokens < PREFILL_TOKENS * num_requests:
-            return  # nearly all steps
+    def note_received(self, output: SchedulerOutput, cost: LoadCost, now: float) -> None:
+        """Notes the end of a step that is measured, or was in flight with one that is."""
+        number, sent_at = self.measured[0]
+        began, self._last_at = max(sent_at, self._last_at), now
+        if number > self.num_received:
+            return
+        self.measured.popleft()
         cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts.update((data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs)
@@ -164,7 +170,7 @@ class _Steps:
 
     def abandon(self) -> None:
         self.num_received = self.num_sent
-        self._sent_at.clear()
+        self.measured.clear()
 
 
 class KVExchange(NoExchange, AdmissionGate):
@@ -227,6 +233,7 @@ class KVExchange(NoExchange, AdmissionGate):
         return self.connector.get_error(request)
 
     def note_left(self, request: Request) -> None:
+        self._steps.is_idle = False
         self._waits.pop(request, None)
         self.loader.starts.note_left(request)
         self._release(request)
@@ -275,6 +282,7 @@ class KVExchange(NoExchange, AdmissionGate):
         stats.kv_transfer = new
 
     def on_new_request(self, request: Request) -> None:
+        self._steps.is_idle = False
         self.connector.on_new_request(request)
         params = self.connector.take_message()
         if params:
@@ -297,11 +305,10 @@ class KVExchange(NoExchange, AdmissionGate):
         return min(self.loader.next_deadline, self.saver.next_deadline, self.connector.next_step_at)
 
     def begin_round(self) -> None:
-        loader, saver = self.loader, self.saver
-        is_quiet = not (self.link.reports or self._deferred or saver.postponed)
-        is_quiet = is_quiet and saver.next_deadline is loader.next_deadline is NEVER
-        if is_quiet and self.connector.next_step_at is NEVER:
+        if self._steps.is_idle and not self.link.reports:
             return  # nearly always
+        self._steps.is_idle = False  # on_sent sets it again
+        loader, saver = self.loader, self.saver
         is_room_awaited = bool(self._waits) and None in self._waits.values()
         self._take_reports()
         if self._deferred:
@@ -335,6 +342,7 @@ class KVExchange(NoExchange, AdmissionGate):
     def begins_load(
         self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
     ) -> bool:
+        self._steps.is_idle = False
         if request.skip_reading_prefix_cache or not self.connector.may_transfer(request):
             return False
         if self._declined == (request, num_hits) or not self._may_load(request):
@@ -425,6 +433,7 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- room --------------------------------------------------------------------------------------------------
 
     def make_room(self, request: Request) -> bool:
+        self._steps.is_idle = False
         if self.saver.drop_unsent():
             return True
         self.saver.cancel_sent(self.clock())
@@ -467,10 +476,17 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- steps -------------------------------------------------------------------------------------------------
 
     def on_sent(self, output: SchedulerOutput) -> None:
-        now, loader, saver, leases = self.clock(), self.loader, self.saver, self.leases
-        self._steps.send(now)
+        steps = self._steps
+        steps.num_sent += 1
+        if output.total_num_scheduled_tokens >= PREFILL_TOKENS * len(output.num_scheduled_tokens) > 0:
+            steps.measure(self.clock())
         if self._manager.full_blocks:
-            saver.note_scheduled(self._steps.num_sent)
+            self.saver.note_scheduled(steps.num_sent)
+        if not steps.is_idle:
+            self._send(output)
+
+    def _send(self, output: SchedulerOutput) -> None:
+        now, loader, saver, leases = self.clock(), self.loader, self.saver, self.leases
         loads = loader.send(self._ids, self._steps.num_received, now) if loader.active else None
         params = self.connector.build_connector_meta(output)
         if loads or params or saver.unsent or leases.unsent or saver.cancels:
@@ -482,6 +498,8 @@ class KVExchange(NoExchange, AdmissionGate):
         if self.link.alarm_at != deadline:
             self.link.alarm_at = deadline
             self.link.set_alarm(deadline - now)
+        may_rest = deadline == NEVER and not self.connector.sees_all_steps
+        self._steps.is_idle = may_rest and not (loader.active or self._deferred or saver.postponed)
 
     def _take_cancels(self) -> list[int]:
         cancels = self.saver.cancels.copy()
@@ -489,10 +507,13 @@ class KVExchange(NoExchange, AdmissionGate):
         return cancels
 
     def on_received(self, output: SchedulerOutput) -> None:
-        now = self.clock()
-        self._steps.receive(output, self.loader.cost, now)
+        steps = self._steps
+        steps.num_received += 1
+        if steps.measured:
+            steps.note_received(output, self.loader.cost, self.clock())
         if self.saver.steps:
-            self.saver.note_computed(self._steps.num_received, now)
+            self.saver.note_computed(steps.num_received, self.clock())
+            steps.is_idle = False
 
     def on_abandoned(self) -> None:
         self._steps.abandon()
@@ -501,6 +522,7 @@ class KVExchange(NoExchange, AdmissionGate):
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def let_go(self, *, loads_too: bool) -> bool:
+        self._steps.is_idle = False
         loader, saver = self.loader, self.saver
         if loader.active and not loads_too:
             return False
@@ -536,10 +558,11 @@ class KVExchange(NoExchange, AdmissionGate):
             self._take_reports()
 
     def set_weights(self, path: str) -> None:
+        self._steps.is_idle = False
         self.connector.set_weights(path)
 
     def reset_store(self, *, can_wait: bool) -> bool | Future[bool]:
-        self._declined = None
+        self._steps.is_idle, self._declined = False, None
         end = self.connector.reset_cache()
         params = self.connector.take_message()
         if params:

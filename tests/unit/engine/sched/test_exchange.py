@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_cache import saver as saver_module
 from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.block import KVCacheBlock
+from quire.engine.kv_cache.block import KVCacheBlock, KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
@@ -30,11 +30,13 @@ from quire.testing.fake_executor import FakeExecutor
 from quire.testing.fake_model import expected_output
 from quire.testing.fake_tier import FakeTier, FakeTierWorker, Manner
 from quire.wire.engine_core import EngineCoreRequest
+from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_transfer import AWAY, KVConnectorMetadata, KVConnectorOutput, SavedBlock, SaveResult
 from quire.wire.stats import KVTransferStats, PrefillStats
 
 SIZE = 4
 PROMPT = [(7 * i) % 50 for i in range(30)]
+EMPTY = KVCacheBlocks(([],)), 0
 
 
 class Clock:
@@ -1061,3 +1063,36 @@ def test_aborted_requests_and_those_with_adapters_are_not_leased(tier: FakeTier)
     engine.finish()
     assert engine.leases == {"b": {"lease": "lease 1", "num_tokens": 0}}, "less than a block: nothing is held"
     assert engine.held() == {}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda s: s.add("other"),
+        lambda s: s.core.abort_requests(["waits"]),
+        lambda s: s.exchange.make_room(s.scheduler.running[0]),
+        lambda s: s.exchange.begins_load(s.scheduler.requests["waits"], *EMPTY, [], 0),
+        lambda s: s.exchange.let_go(loads_too=True),
+        lambda s: s.exchange.set_weights("others"),
+        lambda s: s.exchange.reset_store(can_wait=False),
+        lambda s: s.exchange.link.put(KVConnectorOutput()),
+    ],
+)
+def test_the_connector_sees_steps_after_events_only(
+    tier: FakeTier, event: Callable[[Engine], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, seen = Engine(tier, max_num_seqs=1), list[SchedulerOutput]()
+    s.add("runs", PROMPT[:1], max_tokens=20)
+    s.add("waits", PROMPT[:6])
+    s.step()
+    monkeypatch.setattr(s.exchange.connector, "build_connector_meta", seen.append)
+    s.step()
+    assert len(seen) == 0, "idle"
+    event(s)
+    s.step()
+    assert len(seen) == 1
+    s.step()
+    monkeypatch.setattr(s.exchange.connector, "sees_all_steps", True)
+    s.exchange.reset_store(can_wait=False)
+    s.step(2)
+    assert len(seen) == 3
