@@ -263,6 +263,11 @@ class ExtentWriter:
         """Bytes of the records."""
         return self._entries[-1].end if self._entries else 0
 
+    @property
+    def is_deleted(self) -> bool:
+        """True if the file has no name any more: no reader would find what is written."""
+        return not os.fstat(self._descriptor).st_nlink
+
     def has_room(self, header: RecordHeader) -> bool:
         """Returns whether a record, and the table after it, fit."""
         table_bytes = (len(self._entries) + 1) * ENTRY_BYTES + TRAILER_BYTES
