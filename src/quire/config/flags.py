@@ -142,9 +142,9 @@ class FlagSpec:
         if not math.isfinite(value):
             raise ConfigError(f"{self.option} {value} is not a finite number")
         if self.minimum is not None and value < self.minimum:
-            raise ConfigError(f"{self.option} {value} is below the minimum of {self.minimum:g}")
+            raise ConfigError(f"{self.option} {value} is below the minimum of {self.minimum:.15g}")
         if self.maximum is not None and value > self.maximum:
-            raise ConfigError(f"{self.option} {value} is above the maximum of {self.maximum:g}")
+            raise ConfigError(f"{self.option} {value} is above the maximum of {self.maximum:.15g}")
 
 
 def flags_of(owner: type) -> list[FlagSpec]:

@@ -219,6 +219,7 @@ class KVTransferConfig:
         if self.transfer:
             given = self._settle_json(self.transfer)
             if self.kv_store is None:
+                self._check_short_flags(given)
                 return given
             if given.kv_connector != PEERS:
                 raise ConfigError(
@@ -227,6 +228,20 @@ class KVTransferConfig:
                 )
             return self._join(self._settle_store(), given)
         return self if self.kv_store is None else self._settle_store()
+
+    def _check_short_flags(self, given: KVTransferConfig) -> None:
+        """Raises ConfigError for a flag of --kv-store that would not count for the connector of the JSON object."""
+        if given.kv_connector == PEERS:
+            return
+        for name, key, is_given in (
+            ("--kv-store-size", "max_bytes", self.kv_store_size != DEFAULT_STORE_BYTES),
+            ("--kv-store-skip-salted", "skip_salted", self.kv_store_skip_salted),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{name} counts for --kv-store DIR only, and {FLAG} names another connector; name the directory "
+                    f"by --kv-store, or give {STORE}'s {key} in kv_connector_extra_config"
+                )
 
     def with_tiers(self, tiers: list[str]) -> KVTransferConfig:
         """Returns a settled configuration that reads from block servers, too. Raises ConfigError."""
@@ -278,6 +293,9 @@ class KVTransferConfig:
         given = {key: value for key, value in values.items() if value is not None}
         _check_keys(given, _BOUNDS, FLAG)
         name, role = given.get("kv_connector"), given.get("kv_role")
+        given_extra = given.get("kv_connector_extra_config", {})
+        if not isinstance(given_extra, Mapping):
+            raise ConfigError(f"{FLAG}: kv_connector_extra_config must be an object, got {str(given_extra)[:80]!r}")
         if name is None:
             raise ConfigError(
                 f"{FLAG} names no kv_connector; {STORE} keeps blocks in a directory, {PEERS} takes them from others"
@@ -300,7 +318,6 @@ class KVTransferConfig:
                 f"{FLAG}: kv_load_failure_policy {policy!r}: tokens that cannot be loaded are always computed; leave "
                 "it out, or give recompute"
             )
-        given_extra = given.get("kv_connector_extra_config", {})
         if name in _PEER_NAMES:
             keys = _peer_keys(
                 given_extra,
@@ -391,7 +408,9 @@ def _find_native_parts(given: Mapping[str, Any]) -> list[Mapping[str, Any]] | No
     own = [
         part
         for part in connectors
-        if isinstance(part, Mapping) and part.get("kv_connector") and "kv_connector_module_path" not in part
+        if isinstance(part, Mapping)
+        and isinstance(part.get("kv_connector"), str)
+        and "kv_connector_module_path" not in part
     ]
     own = [part for part in own if part["kv_connector"] not in SHIPPED]
     if not own:
@@ -411,7 +430,10 @@ def _check_tier(address: str) -> None:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     is_tcp = address.startswith("tcp://") and bool(host) and port.isdecimal() and 0 < int(port) <= 0xFFFF
     if not is_tcp and not address.startswith("ipc:///"):
-        raise ConfigError(f"{address!r} is no address of a block server; give tcp://HOST:PORT or ipc:///PATH")
+        raise ConfigError(
+            f"--kv-store-remote (tiers): {address!r} is no address of a block server; give tcp://HOST:PORT or "
+            "ipc:///PATH"
+        )
 
 
 def _peer_keys(

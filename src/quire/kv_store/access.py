@@ -155,6 +155,8 @@ class StoreWriter:
         if self._clock() < self._rest_ts:
             return self._rest_reason
         try:
+            if self._extent is not None and self._extent.is_deleted:
+                self._abandon()
             if self._extent is not None and not self._fits(self._extent, header):
                 self._seal()
             if self._extent is None:

@@ -100,10 +100,10 @@ class StoreDirectory:
             if is_made:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as e:
-            raise ConfigError(
-                f"the KV store {path} cannot be made or opened: {e.strerror}; name another directory"
-            ) from None
+        except (OSError, ValueError) as e:  # ValueError: a path with a null character
+            why = getattr(e, "strerror", None) or e
+            why = "it is no directory" if isinstance(e, FileExistsError | NotADirectoryError) else why
+            raise ConfigError(f"the KV store {path} cannot be made or opened: {why}; name another directory") from None
         try:
             _check_directory(path, os.fstat(descriptor))
             store = StoreDirectory(path, max_bytes, load_key(path, is_made=is_made), descriptor)
@@ -353,7 +353,8 @@ def _read_key(path: Path, name: str, *, is_secret_mount: bool = False) -> bytes:
     try:
         descriptor = os.open(path, flags)
     except OSError as e:
-        raise ConfigError(f"the key of the KV store, {name}, cannot be read: {e.strerror}") from None
+        remedy = "name a file of 32 bytes" if is_secret_mount else "a server with --kv-store makes one if there is none"
+        raise ConfigError(f"the key of the KV store, {name}, cannot be read: {e.strerror}; {remedy}") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners:

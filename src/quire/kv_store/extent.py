@@ -265,7 +265,7 @@ class ExtentWriter:
 
     @property
     def is_deleted(self) -> bool:
-        """Returns whether the file was deleted: what is written to it cannot be found."""
+        """True if the file has no name any more: no reader would find what is written."""
         return not os.fstat(self._descriptor).st_nlink
 
     def has_room(self, header: RecordHeader) -> bool:

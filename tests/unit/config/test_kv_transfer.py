@@ -127,6 +127,10 @@ def test_other_connectors_are_refused_with_what_to_use(name: str) -> None:
         ({"kv_connector": "ExampleConnector"}, "needs a directory, kv_connector_extra_config's shared_storage_path"),
         ({"kv_connector": "OffloadingConnector"} | extra(cpu_bytes_to_use=1), "raise --kv-cache-memory-bytes"),
         ({"kv_connector": "OffloadingConnector"} | extra(secondary_tiers=[3]), "one secondary tier of type fs"),
+        *[
+            ({"kv_connector": name, "kv_connector_extra_config": ["x"]}, "kv_connector_extra_config must be an object")
+            for name in (STORE, PEERS, "MultiConnector", "Mine")
+        ],
     ],
 )
 def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -> None:
@@ -145,7 +149,7 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
             "both name a store; leave one out .*PeerConnector",
         ),
         ({"kv_store": ""}, "--kv-store is empty"),
-        ({"kv_store_size": 5}, "--kv-store-size 5 is below the minimum"),
+        ({"kv_store_size": 5}, "--kv-store-size 5 is below the minimum of 268435456"),
         ({"enable_prefix_caching": False}, "--kv-store with --no-enable-prefix-caching: .* enable prefix caching"),
         ({"device": "cuda"}, "only blocks in main memory can be stored yet"),
     ],
@@ -153,6 +157,16 @@ def test_what_cannot_be_meant_is_refused(values: dict[str, Any], message: str) -
 def test_combinations_that_cannot_work_are_refused(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineArgs("demo", **{"kv_store": str(tmp_path), **flags}).create_engine_config()
+
+
+@pytest.mark.parametrize("connector", [{"kv_connector": STORE}, {"kv_connector": "M", "kv_connector_module_path": "a"}])
+def test_flags_of_a_store_are_not_left_out_in_silence(connector: dict[str, Any]) -> None:
+    """What the user wants kept off would be stored, or a bound be another."""
+    transfer = {"kv_role": "kv_both", **connector, **extra(path="x")}
+    for name, value in (("kv_store_skip_salted", True), ("kv_store_size", "1G")):
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"{flag} counts for --kv-store DIR only"):
+            EngineArgs("demo", kv_transfer_config=transfer, **{name: value}).create_engine_config()
 
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}

@@ -61,6 +61,16 @@ def test_a_full_extent_is_sealed_and_followed_by_another(store: StoreDirectory, 
     assert all(index.contains(digest_of(number), 0) for number in range(50))
 
 
+def test_an_extent_that_was_deleted_is_not_written_to(store: StoreDirectory, writer: StoreWriter) -> None:
+    write(writer, 1)
+    for file in store.list_extents():
+        store.remove(file.name)
+    assert write(writer, 2) == ""
+    index = StoreIndex(store, FINGERPRINT)
+    index.scan()
+    assert (index.contains(digest_of(1), 0), index.contains(digest_of(2), 0)) == (False, True)
+
+
 def test_an_extent_is_sealed_after_ten_minutes(store: StoreDirectory, writer: StoreWriter, clock: Clock) -> None:
     assert writer.seconds_to_seal() is None
     write(writer, 1)

@@ -150,8 +150,10 @@ def test_a_directory_that_is_not_private_is_refused(tmp_path: Path, mode: int, m
 
 def test_what_cannot_be_a_store_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be made or opened: .* name another directory"):
+    with pytest.raises(ConfigError, match=r"cannot be made or opened: it is no directory; name another directory"):
         StoreDirectory.open(tmp_path / "file", 1 << 30)
+    with pytest.raises(ConfigError, match="embedded null"):
+        StoreDirectory.open(tmp_path / "a\0b", 1 << 30)
     with pytest.raises(ConfigError, match="No such file"):
         StoreDirectory.open(tmp_path / "absent", 1 << 30, is_made=False)
     with monkeypatch.context() as patch:

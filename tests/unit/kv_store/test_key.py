@@ -45,5 +45,7 @@ def test_what_is_no_private_file_of_32_bytes_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             load_key(tmp_path)
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(
+        ConfigError, match="cannot be read: No such file or directory; a server with --kv-store makes one"
+    ):
         load_key(tmp_path, is_made=False)

@@ -686,7 +686,7 @@ def test_one_store_is_not_several_connectors() -> None:
         of_several({"kv_connector": "StoreConnector"})
 
 
-@pytest.mark.parametrize("parts", [[], [3]])
+@pytest.mark.parametrize("parts", [[], [3], [{"kv_connector": ["x"]}, {"kv_connector": {}}]])
 def test_several_connectors_are_foreign_ones(parts: list[Any]) -> None:
     config = EngineConfig(model_config=ModelConfig(), kv_transfer_config=of_several(*parts))
     with pytest.raises(ConfigError, match="MultiConnector"):
