@@ -195,7 +195,7 @@ class StoreWriter:
             self._rest(e, "error", REST_S)
 
     def _fits(self, extent: ExtentWriter, header: RecordHeader) -> bool:
-        return extent.fingerprint == header.fingerprint and extent.has_room(header) and not extent.is_deleted
+        return extent.fingerprint == header.fingerprint and extent.has_room(header)
 
     def _seal(self) -> None:
         extent, self._extent = self._extent, None

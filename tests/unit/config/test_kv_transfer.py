@@ -161,7 +161,7 @@ def test_combinations_that_cannot_work_are_refused(tmp_path: Path, flags: dict[s
 
 @pytest.mark.parametrize("connector", [{"kv_connector": STORE}, {"kv_connector": "M", "kv_connector_module_path": "a"}])
 def test_flags_of_a_store_are_not_left_out_in_silence(connector: dict[str, Any]) -> None:
-    """What the user wants kept off would be stored, or a bound be another."""
+    """Refuses a flag that would not count: what is to be kept off would be stored, or a bound be another."""
     transfer = {"kv_role": "kv_both", **connector, **extra(path="x")}
     for name, value in (("kv_store_skip_salted", True), ("kv_store_size", "1G")):
         flag = "--" + name.replace("_", "-")
