@@ -15,15 +15,12 @@ from __future__ import annotations
 import struct
 import threading
 
-import numpy as np
-import numpy.typing as npt
-
 from quire.kv_store.record import CODEC_RAW, InvalidRecordError, RecordHeader, RecordMac
 
 LEVEL = 1
 """Level of zstd. Higher ones are slower and, on these planes, hardly smaller."""
 _HEAD = struct.Struct("<II")
-_ELEMENTS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_ELEMENTS = {1: "<u1", 2: "<u2", 4: "<u4"}
 """Unsigned integers by their bytes."""
 
 
@@ -65,6 +62,8 @@ def compress(payload: memoryview, element_bytes: int) -> bytes | None:
     """Returns a payload as codec 1 stores it; None: it would not be smaller. `element_bytes`: of a number in it."""
     if not payload or element_bytes not in _ELEMENTS or len(payload) % element_bytes:
         return None
+    import numpy as np  # commands that compress nothing need not load it
+
     planes = np.frombuffer(payload, np.uint8).reshape(-1, element_bytes)
     highest = _find_zstd().compress(planes[:, -1].tobytes())
     below = [planes[:, i].tobytes() for i in reversed(range(element_bytes - 1))]
@@ -98,9 +97,11 @@ def prove_payload(mac: RecordMac, header: RecordHeader, head: memoryview, stored
 
 
 def _join_planes(highest: bytes, below: memoryview, element_bytes: int) -> memoryview:
-    count, dtype = len(highest), _ELEMENTS[element_bytes]
+    import numpy as np
+
+    count, dtype = len(highest), np.dtype(_ELEMENTS[element_bytes])
     elements = np.frombuffer(highest, np.uint8).astype(dtype)
     for plane in range(element_bytes - 1):
         elements <<= np.array(8, dtype)
         elements |= np.frombuffer(below, np.uint8, count, plane * count)
-    return elements.astype(elements.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
+    return elements.view(np.uint8).data
