@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from quire.kv_store.codec import decompress
 from quire.kv_store.directory import StoreDirectory, StoreFullError
-from quire.kv_store.extent import ExtentWriter, fill, open_extent, read_into
+from quire.kv_store.extent import ExtentWriter, fill, open_extent, read_into, write
 from quire.kv_store.record import (
     CODEC_RAW,
     TAG_BYTES,
@@ -30,11 +30,12 @@ GONE = "gone"
 
 
 class RecordBuffer:
-    """The memory of one thread through which records pass on their way into blocks.
+    """The memory of one thread through which records pass on their way into blocks, and from them.
 
     A tag over one piece of memory is computed without the interpreter's lock; over the many pieces of a block (keys and
-    values of each layer) it is not, and several threads are no faster than one. So a record is read into one piece.
-    That is a file in memory (memfd), from which the system fills all pieces of a block in one call, without the lock.
+    values of each layer) it is not, and several threads are no faster than one. So a record is read into one piece, and
+    a block is copied into one before it is written. That is a file in memory (memfd), from and to which the system
+    copies all pieces of a block in one call, without the lock.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,18 @@ class RecordBuffer:
         for piece in pieces:
             piece[:] = self._memory[start : start + len(piece)]
             start += len(piece)
+
+    def copy_from(self, pieces: Sequence[memoryview]) -> memoryview:
+        """Returns a copy of `pieces`, one after the other, at its start."""
+        copied = self.take(sum(map(len, pieces)))
+        if self._file >= 0:
+            write(self._file, pieces, 0)
+            return copied
+        start = 0
+        for piece in pieces:
+            copied[start : start + len(piece)] = piece
+            start += len(piece)
+        return copied
 
     def close(self) -> None:
         """Gives the memory back."""

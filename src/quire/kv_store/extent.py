@@ -109,6 +109,11 @@ def fill(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
     return _transfer(os.preadv, descriptor, pieces, offset)
 
 
+def write(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
+    """Writes `pieces`, one after the other, from `offset` on. Returns the number of bytes. Raises OSError."""
+    return _transfer(os.pwritev, descriptor, pieces, offset)
+
+
 def _transfer(move: Callable[..., int], descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
     left, done, first, wanted = list(pieces), 0, 0, sum(map(len, pieces))
     while first < len(left):
@@ -202,7 +207,7 @@ def write_table(descriptor: int, key: bytes, fingerprint: bytes, entries: Sequen
     counts = _COUNTS.pack(end, len(entries), TABLE_VERSION, fingerprint)
     table = data + counts + _table_tag(key, data, counts) + TABLE_MAGIC
     os.ftruncate(descriptor, end)
-    if _transfer(os.pwritev, descriptor, [memoryview(table)], end) != len(table):
+    if write(descriptor, [memoryview(table)], end) != len(table):
         raise OSError(errno.ENOSPC, "the table of an extent was not written whole")
 
 
@@ -281,7 +286,7 @@ class ExtentWriter:
         failpoint("kv.write")
         try:
             pieces = [memoryview(head + self._mac.tag(head, payload)), *payload]
-            num_bytes = _transfer(os.pwritev, self._descriptor, pieces, offset)
+            num_bytes = write(self._descriptor, pieces, offset)
             if num_bytes != header.record_bytes:
                 raise OSError(errno.EIO, f"{num_bytes} bytes of a record of {header.record_bytes} were written")
         except OSError:

@@ -150,6 +150,9 @@ def test_a_buffer_grows_and_fills_pieces(has_files_in_memory: bool, monkeypatch:
     large = bytes(range(256)) * 1000
     buffer.take(len(large))[:] = large
     assert content(buffer, 1, [100] * 2000) == large[1:200_001], "more pieces than one call takes"
+    pieces = [memoryview(large)[i : i + 100] for i in range(0, 200_000, 100)]
+    assert buffer.copy_from([*pieces, memoryview(b"")]) == large[:200_000]
+    assert buffer.copy_from([]) == b""
     buffer.close()
     buffer.close()
 

@@ -365,7 +365,7 @@ def test_write_errors_make_the_writer_rest(
     def fail(*args: Any) -> int:
         raise OSError(code, "injected")
 
-    monkeypatch.setattr(os, "pwritev", fail)
+    monkeypatch.setattr("quire.kv_store.extent.write", fail)
     assert engine.save(keys[:1], [1]).reason == reason
     monkeypatch.undo()
     result = engine.save(keys, [1, 2, 3])

@@ -108,7 +108,7 @@ class _IOThreads:
         """Saves that have become old, for the thread of the engine's priority."""
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry for each save that this thread has ended."""
-        self._writer = StoreWriter(directory)
+        self._writer, self._buffer = StoreWriter(directory), RecordBuffer()
         """Used by the thread of saves, or by the one that it waits for."""
         self._directory = directory
         self._is_stopping = False
@@ -158,7 +158,7 @@ class _IOThreads:
             if task is None:
                 break
             if isinstance(task, Save):
-                if not task.run(writer, self._is_awaited, is_patient=True):
+                if not task.run(writer, self._buffer, self._is_awaited, is_patient=True):
                     self._hurried.put(task)
                     self._written.get()
             elif isinstance(task, Audit):
@@ -168,10 +168,11 @@ class _IOThreads:
                 _guard(partial(self._directory.remove_namespace, task.fingerprint))
             del task
         _guard(writer.seal)
+        self._buffer.close()
 
     def _run_hurried(self) -> None:
         while (task := self._hurried.get()) is not None:
-            _guard(partial(task.run, self._writer, self._is_awaited))
+            _guard(partial(task.run, self._writer, self._buffer, self._is_awaited))
             del task
             self._written.put(None)
 

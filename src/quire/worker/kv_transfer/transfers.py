@@ -134,10 +134,11 @@ class Namespace:
         size = self.blocks.payload_bytes[group]
         return make_header(self.fingerprint, key.digest, key.parent, group, key.token_ids, size, extra_keys)
 
-    def record_of(self, block: SavedBlock) -> tuple[RecordHeader, memoryview]:
-        """Returns the header of a block's record, and a copy of its payload as it is stored."""
-        header = self.header_of(block.group_id, block.key)
-        payload = self.blocks.copy_out(block.group_id, block.block_id)
+    def record_of(self, block: SavedBlock, buffer: RecordBuffer | None = None) -> tuple[RecordHeader, memoryview]:
+        """Returns the header of a block's record, and a copy of its payload as it is stored: in `buffer`, until that is
+        used again, or in memory of its own."""
+        header, place = self.header_of(block.group_id, block.key), (block.group_id, block.block_id)
+        payload = self.blocks.copy_out(*place) if buffer is None else buffer.copy_from(self.blocks.pieces(*place))
         stored = self.blocks.compress(block.group_id, payload) if self._compresses else None
         if stored is None:
             return header, payload
@@ -319,7 +320,12 @@ class Save:
         self._is_cancelled = True
 
     def run(
-        self, writer: StoreWriter, is_awaited: Callable[[], bool] = lambda: False, *, is_patient: bool = False
+        self,
+        writer: StoreWriter,
+        buffer: RecordBuffer,
+        is_awaited: Callable[[], bool] = lambda: False,
+        *,
+        is_patient: bool = False,
     ) -> bool:
         """Writes the blocks and reports the end. `is_awaited`: returns whether another save waits for this one.
 
@@ -338,7 +344,7 @@ class Save:
                 self._seconds += time.monotonic() - start_ts
                 return False
             try:
-                header, stored = self._namespace.record_of(self.order.blocks[index])
+                header, stored = self._namespace.record_of(self.order.blocks[index], buffer)
                 reason = writer.append(header, [stored])
             except Exception:
                 logger.exception("save %d failed", self.order.save_id)
