@@ -86,7 +86,11 @@ class WriteLimits:
                 fresh = [i for i in fresh if not index.contains(digests[i], group_id)]
             wanted, num_decided = fresh[:most], fresh[most] if most < len(fresh) else len(digests)
         names = digests if len(wanted) == len(digests) else [digests[i] for i in wanted]
+        num_before = len(ordered)
         ordered.update(names)
+        if len(ordered) - num_before < len(names):  # some are there twice
+            firsts = {digest: i for i, digest in zip(reversed(wanted), reversed(names), strict=True)}
+            wanted, names = sorted(firsts.values()), list(firsts)
         self._by_age.append((now, group_id, names))
         self._budget.take(num_bytes * len(wanted))
         return wanted, num_decided

@@ -128,6 +128,8 @@ class FakeTierScheduler(KVConnectorScheduler):
         self.tier = _tier_of(config)
         self.has_several_sources = self.tier.has_peer
         self.namespace = ""
+        self._ordered: set[tuple[int, bytes]] = set()
+        """Groups and digests of the blocks that are being saved."""
         self._num_ended = 0
 
     def may_transfer(self, request: Request) -> bool:
@@ -158,10 +160,15 @@ class FakeTierScheduler(KVConnectorScheduler):
         return 0.0 if self.tier.takes_saves else math.inf
 
     def choose_blocks(self, group_id: int, digests: Sequence[bytes]) -> BlockChoice:
-        num_decided = min(self.tier.most_at_once, len(digests))
-        return BlockChoice([i for i in range(num_decided) if not self._has(group_id, digests[i])], num_decided)
+        wanted, num_decided = list[int](), min(self.tier.most_at_once, len(digests))
+        for index, digest in enumerate(digests[:num_decided]):
+            if not self._has(group_id, digest) and (group_id, digest) not in self._ordered:
+                self._ordered.add((group_id, digest))
+                wanted.append(index)
+        return BlockChoice(wanted, num_decided)
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
+        self._ordered.difference_update((block.group_id, block.key.digest) for block in order.blocks)
         saved = list(order.blocks)[: result.num_saved]
         self.tier.index.update((self.namespace, block.group_id, block.key.digest) for block in saved)
 

@@ -188,8 +188,10 @@ class KVConnectorScheduler(ABC):
         return 0.0
 
     def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
-        """Returns which computed blocks are to be saved: those that are not stored yet, as far as there is room. Called
-        once for each full block, when the result of its step is in, and again if it could not be saved then."""
+        """Returns which computed blocks are to be saved: those that are not stored yet, and were not chosen before
+        (two requests may compute the same side by side), as far as there is room. A block that was chosen can be chosen
+        again if its save ends without it. Called once for each full block, when the result of its step is in, and again
+        if it could not be saved then."""
         return NOTHING_CHOSEN
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:

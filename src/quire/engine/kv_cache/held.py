@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -39,6 +39,11 @@ class TransferObserver:
 
     def on_released(self, holder: Hashable) -> None:
         """A holder has dropped all its references."""
+
+
+def make_counts() -> dict[str, int]:
+    """Returns counts that are 0. A `Counter` takes four times as long to make, and statistics make several."""
+    return defaultdict(int)
 
 
 class HeldBlocks:
@@ -135,7 +140,7 @@ class BlockLeases:
         """Ids of leases that were cancelled."""
         self._given_up: set[int] = set()
         """Ids of those that are not waited for."""
-        self.num_ended: Counter[str] = Counter()
+        self.num_ended = make_counts()
         """Leases by end, since the last statistics."""
 
     def grant(self, request: Request, name: str, filled: Collection[int]) -> int:

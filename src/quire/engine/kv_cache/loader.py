@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import block_extra_keys, stored_extra_keys, stored_hashes
+from quire.engine.kv_cache.held import make_counts
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
@@ -54,14 +54,15 @@ class RecordCounts:
 
     num_read: int = 0
     num_accepted: int = 0
-    num_rejected: Counter[str] = field(default_factory=Counter)
+    num_rejected: dict[str, int] = field(default_factory=make_counts)
     """Counts by reason."""
 
     def add(self, result: LoadResult) -> None:
         """Adds those of a load."""
         self.num_read += result.num_records
         self.num_accepted += result.num_accepted
-        self.num_rejected.update(result.num_rejected)
+        for reason, number in result.num_rejected.items():
+            self.num_rejected[reason] += number
 
 
 class BlockLoader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from quire.engine.kv_cache.group_manager import GroupManager, PrefixLookUp, make
 from quire.engine.kv_cache.held import HeldBlocks
 from quire.engine.kv_cache.sizing import blocks_needed
 from quire.engine.request import Request
-from quire.wire.block_hash import BlockHash
 from quire.wire.execution import BlockIds
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.stats import KVCacheEvictionEvent, PrefixCacheStats
@@ -40,14 +39,9 @@ class RequestBlocks:
     """Content of block `num_cached_blocks - 1`: the parent of the next."""
 
 
-FullBlocks = tuple[Request, int, int, list[BlockHash], Sequence[list[KVCacheBlock]], int]
-"""Blocks of a request that a step fills, or that it has filled. A plain tuple: one is made for each block in decoding.
-
-* request; index of the first block, and of the first after them; `block_hashes` of the request then;
-* per group the request's block table, null where a window has passed;
-* number of changes of the cache then: a block that was forgotten later has not this content any more, or has it from a
-  later step.
-"""
+OnFullBlocks = Callable[[Request, int, int, Sequence[list[KVCacheBlock]]], None]
+"""Takes blocks of a request that a step fills, or that it has filled: the index of the first, and of the first after
+them; the request's tables, per group, null where a window has passed."""
 
 
 class LoadingBlocks(NamedTuple):
@@ -103,8 +97,8 @@ class KVCacheManager:
         self._requests: dict[str, RequestBlocks] = {}
         self.held = HeldBlocks(self.block_pool)
         """Blocks of transfers: they are in no table."""
-        self.full_blocks: list[FullBlocks] | None = None
-        """Blocks that have become full since the list was last taken; None: nothing is noted."""
+        self.on_full_blocks: OnFullBlocks | None = None
+        """Called for blocks that have become full; None: nothing is."""
         self._metrics = metrics
         self._prefix_cache_stats = PrefixCacheStats() if log_stats else None
 
@@ -399,12 +393,8 @@ class KVCacheManager:
             held.last_content = self.block_pool.cache_full_blocks(
                 request, held.tables, range(held.num_cached_blocks, num_full), self.block_size, held.last_content
             )
-            if self.full_blocks is not None:
-                tables = [table[:num_full] for table in held.tables] if self.drops_blocks else held.tables
-                noted_at = self.block_pool.cached_blocks.num_changes
-                self.full_blocks.append(
-                    (request, held.num_cached_blocks, num_full, request.block_hashes, tables, noted_at)
-                )
+            if self.on_full_blocks is not None:
+                self.on_full_blocks(request, held.num_cached_blocks, num_full, held.tables)
             held.num_cached_blocks = num_full
 
     def _evict_uncomputed_blocks(self, request: Request, held: RequestBlocks, num_computed_blocks: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
+from quire.engine.kv_cache.held import make_counts
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
-from quire.engine.kv_cache.manager import FullBlocks, KVCacheManager
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash
 from quire.wire.kv_transfer import AWAY, SavedBlocks, SaveOrder, SaveResult
 
@@ -23,9 +25,9 @@ MAX_POSTPONED = 1 << 16
 
 
 class _Candidates:
-    """Computed blocks of one group that are to be offered to the store, in order: a list per field."""
+    """Blocks of one group that are to be offered to the store once they are computed, in order: a list per field."""
 
-    __slots__ = ("adapters", "blocks", "digests", "parents")
+    __slots__ = ("adapters", "blocks", "digests", "noted_at", "parents")
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
@@ -34,14 +36,32 @@ class _Candidates:
         self.parents: list[BlockHash | None] = []
         self.adapters: list[str] = []
         """Digests of their adapters."""
+        self.noted_at: list[int] = []
+        """Number of changes of the cache when they were noted: a block that was forgotten later has not this content
+        any more, or has it from a later step."""
 
-    def add_all(self, blocks: list[KVCacheBlock], hashes: list[BlockHash], start: int, adapter: str) -> None:
+    def add(
+        self, table: list[KVCacheBlock], hashes: list[BlockHash], start: int, stop: int, adapter: str, noted_at: int
+    ) -> None:
         """Adds the blocks of a request from index `start` on."""
-        stop = start + len(blocks)
-        self.blocks += blocks
+        if stop == start + 1:  # each block in decoding; slices of one cost more
+            self.blocks.append(table[start])
+            self.digests.append(hashes[start])
+            self.parents.append(hashes[start - 1] if start else None)
+            self.adapters.append(adapter)
+            self.noted_at.append(noted_at)
+            return
+        number = stop - start
+        self.blocks += table[start:stop]
         self.digests += hashes[start:stop]
         self.parents += hashes[start - 1 : stop - 1] if start else [None, *hashes[: stop - 1]]
-        self.adapters += [adapter] * len(blocks)
+        self.adapters += [adapter] * number
+        self.noted_at += [noted_at] * number
+
+    def take_unchanged(self) -> _Candidates:
+        """Returns those that still have the content that they were noted with. Null blocks are left out."""
+        pairs = enumerate(zip(self.blocks, self.noted_at, strict=True))
+        return self.take([i for i, (block, noted_at) in pairs if block.forgotten_at <= noted_at])
 
     def take(self, indices: Sequence[int]) -> _Candidates:
         """Returns those at `indices`, which are in order."""
@@ -52,7 +72,32 @@ class _Candidates:
         taken.digests = [self.digests[i] for i in indices]
         taken.parents = [self.parents[i] for i in indices]
         taken.adapters = [self.adapters[i] for i in indices]
+        taken.noted_at = [self.noted_at[i] for i in indices]
         return taken
+
+
+class _FilledBlocks:
+    """Blocks that a step fills."""
+
+    __slots__ = ("audited", "kept_off", "saved")
+
+    def __init__(self, num_groups: int) -> None:
+        self.saved = _make_candidates(num_groups)
+        """Blocks to be saved, per group."""
+        self.audited: dict[str, tuple[ExternalMatch, list[_Candidates]]] = {}
+        """Blocks to be compared, by source, with a match of it."""
+        self.kept_off = _make_candidates(num_groups)
+        """Blocks that are neither."""
+
+    def list_blocks(self) -> Iterator[KVCacheBlock]:
+        """Yields all of them."""
+        for groups in (self.saved, self.kept_off, *(compared for _, compared in self.audited.values())):
+            for group in groups:
+                yield from group.blocks
+
+
+def _make_candidates(num_groups: int) -> list[_Candidates]:
+    return [_Candidates() for _ in range(num_groups)]
 
 
 class _Draft:
@@ -113,9 +158,9 @@ class SaveCounts:
 
     num_begun: int = 0
     num_saved: int = 0
-    num_dropped: Counter[str] = field(default_factory=Counter)
+    num_dropped: dict[str, int] = field(default_factory=make_counts)
     """Counts by reason."""
-    num_audited: Counter[str] = field(default_factory=Counter)
+    num_audited: dict[str, int] = field(default_factory=make_counts)
     """Counts by outcome: same, differs, skipped."""
     save_lags: list[float] = field(default_factory=list)
     """Per save that has stored blocks: time since its oldest block was computed."""
@@ -135,8 +180,10 @@ class BlockSaver:
     def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, max_pinned_blocks: int) -> None:
         self._connector, self._manager = connector, manager
         self._max_pinned_blocks = max_pinned_blocks
-        manager.full_blocks = []
-        self.steps: deque[tuple[int, list[FullBlocks]]] = deque()
+        manager.on_full_blocks = self.note_full
+        self.noted: _FilledBlocks | None = None
+        """Blocks that the next step fills; None: there are none."""
+        self.steps: deque[tuple[int, _FilledBlocks]] = deque()
         """Steps without a result that fill blocks: number and blocks."""
         self.unsent: list[SaveOrder] = []
         """Orders for the next step. They have no id yet."""
@@ -154,19 +201,46 @@ class BlockSaver:
         """Time at which the store can take postponed blocks."""
         self.next_deadline = NEVER
         """Time at which `give_up` or `offer_postponed` has something to do."""
-        self._in_progress: list[set[BlockHash]] = [set() for _ in manager.groups]
-        """Digests of the blocks in orders, per group."""
         self.counts = SaveCounts()
         """Counts since the last statistics; they are replaced by new ones then."""
         self._ordered: dict[int, _Ordered] = {}
         """Facts of orders, by `id`."""
 
+    def note_full(self, request: Request, start: int, stop: int, tables: Sequence[list[KVCacheBlock]]) -> None:
+        """Notes that the next step fills the blocks `start` to `stop` of a request, whose `tables` are one per group.
+        Called for each block in decoding."""
+        noted, connector, hashes, adapter = self.noted, self._connector, request.block_hashes, ""
+        if noted is None:
+            noted = self.noted = _FilledBlocks(len(tables))
+        may_transfer = request.lora_request is None or connector.may_transfer(request)
+        if request.lora_request is not None and may_transfer:
+            hashes, adapter = stored_hashes(request, self._manager.block_size), request.report.adapter_digest
+        saved = noted.saved if may_transfer and connector.wants_saves(request) else noted.kept_off
+        parts = [(start, stop, saved)] if connector.audits is None else self._split(request, start, stop, saved, noted)
+        noted_at = self._manager.block_pool.cached_blocks.num_changes
+        for first, end, groups in parts:
+            for candidates, table in zip(groups, tables, strict=True):
+                candidates.add(table, hashes, first, end, adapter, noted_at)
+
+    def _split(
+        self, request: Request, start: int, stop: int, saved: list[_Candidates], noted: _FilledBlocks
+    ) -> list[tuple[int, int, list[_Candidates]]]:
+        """Returns where the blocks of a request belong if there are audits, by first and last: those that are audited
+        are not saved."""
+        audits = self._connector.audits
+        audited = range(0) if audits is None else audits.positions_of(request)
+        if audits is None or not audited:
+            return [(start, stop, saved)]
+        match = audits.match_of(request)
+        compared = noted.audited.setdefault(match.source, (match, _make_candidates(len(saved))))[1]
+        bounds = [start, *(bound for bound in (audited.start, audited.stop) if start < bound < stop), stop]
+        return [(first, end, compared if first in audited else saved) for first, end in pairwise(bounds)]
+
     def note_scheduled(self, step: int) -> None:
-        """Notes the blocks that a step fills."""
-        full = self._manager.full_blocks
-        if full:
-            self._manager.full_blocks = []
-            self.steps.append((step, full))
+        """Takes what was noted as filled by a step."""
+        if self.noted is not None:
+            self.steps.append((step, self.noted))
+            self.noted = None
 
     def note_computed(self, step: int, now: float) -> None:
         """Orders saves of the blocks that a step has filled: its result is in."""
@@ -176,66 +250,27 @@ class BlockSaver:
     def find_filled(self) -> set[int]:
         """Returns the ids of the blocks that steps without a result fill: others may hit them, but they cannot be read
         yet."""
-        found: set[int] = set()
-        for _, full in self.steps:
-            for _, start, stop, _, tables, _ in full:
-                found.update(block.block_id for table in tables for block in table[start:stop] if not block.is_null)
-        return found
+        return {block.block_id for _, filled in self.steps for block in filled.list_blocks() if not block.is_null}
 
     def forget_steps(self) -> None:
         """Forgets the blocks of steps that were given up."""
         self.steps.clear()
-        self._manager.full_blocks = []
+        self.noted = None
 
-    def _save(self, full: list[FullBlocks], now: float) -> None:
-        """Orders the save of computed blocks, and postpones those that cannot be saved now."""
-        connector, audits = self._connector, self._connector.audits
-        candidates = [_Candidates() for _ in self._in_progress]
-        audited: dict[str, tuple[ExternalMatch, list[_Candidates]]] = {}  # by source, with a match of it
-        for part in full:
-            request = part[0]
-            positions = None if audits is None else audits.positions_of(request)
-            if audits is not None and positions:
-                match = audits.match_of(request)
-                of_source = audited.setdefault(match.source, (match, [_Candidates() for _ in self._in_progress]))
-                self._collect(part, of_source[1], positions)
-            if connector.may_transfer(request) and connector.wants_saves(request):
-                self._collect(part, candidates, positions, is_among=False)
+    def _save(self, filled: _FilledBlocks, now: float) -> None:
+        """Orders the save of computed blocks, and postpones those that cannot be saved now. Those that were forgotten
+        since are left out."""
         draft = _Draft()
-        for group_id, of_group in enumerate(candidates):
-            if of_group.blocks:
-                num_decided, num_taken = self._offer(group_id, of_group, draft)
+        for group_id, noted in enumerate(filled.saved):
+            candidates = noted.take_unchanged()
+            if candidates.blocks:
+                num_decided, num_taken = self._offer(group_id, candidates, draft)
                 self.counts.num_begun += num_taken
-                if num_decided < len(of_group.blocks):
-                    self._postpone(group_id, of_group, num_decided, now)
+                if num_decided < len(candidates.blocks):
+                    self._postpone(group_id, candidates, num_decided, now)
         self._order(draft, now)
-        for match, compared in audited.values():
-            self._audit(match, compared, now)
-
-    def _collect(
-        self, part: FullBlocks, candidates: list[_Candidates], positions: range | None, *, is_among: bool = True
-    ) -> None:
-        """Adds the blocks of a part that still have the content which their step has computed: those at `positions`,
-        or at all others."""
-        request, start, stop, hashes, tables, noted_at = part
-        adapter = ""
-        if request.lora_request is not None:
-            if hashes is not request.block_hashes:
-                return  # its adapter was loaded again since, and is another
-            adapter, hashes = request.report.adapter_digest, stored_hashes(request, self._manager.block_size)
-        for table, of_group in zip(tables, candidates, strict=True):
-            if stop - start > 1 and not positions:
-                blocks = table[start:stop]
-                if max([block.forgotten_at for block in blocks]) <= noted_at:
-                    of_group.add_all(blocks, hashes, start, adapter)
-                    continue
-            for index in range(start, stop):
-                block = table[index]
-                if block.forgotten_at <= noted_at and (not positions or (index in positions) is is_among):
-                    of_group.blocks.append(block)
-                    of_group.digests.append(hashes[index])
-                    of_group.parents.append(hashes[index - 1] if index else None)
-                    of_group.adapters.append(adapter)
+        for match, compared in filled.audited.values():
+            self._audit(match, [noted.take_unchanged() for noted in compared], now)
 
     def _offer(self, group_id: int, candidates: _Candidates, draft: _Draft) -> tuple[int, int]:
         """Adds blocks to a new order if the store wants them, as far as there are pins. Returns the number of leading
@@ -243,22 +278,10 @@ class BlockSaver:
         room = self._max_pinned_blocks - self._num_pinned - len(draft.blocks)
         if room <= 0 or self._connector.seconds_to_save() > 0:
             return 0, 0
-        digests, in_progress = candidates.digests[:room], self._in_progress[group_id]
-        if in_progress.isdisjoint(digests):
-            wanted, num_decided = self._connector.choose_blocks(group_id, digests)
-        else:
-            fresh = [i for i, digest in enumerate(digests) if digest not in in_progress]
-            wanted, num_decided = self._connector.choose_blocks(group_id, [digests[i] for i in fresh])
-            wanted = [fresh[i] for i in wanted]
-            num_decided = fresh[num_decided] if num_decided < len(fresh) else len(digests)
-        taken, num_before = candidates.take(wanted), len(in_progress)
-        in_progress.update(taken.digests)
-        if len(in_progress) - num_before < len(taken.digests):  # two requests have computed the same side by side
-            firsts = {digest: i for i, digest in reversed(list(enumerate(taken.digests)))}
-            taken = taken.take(sorted(firsts.values()))
-        if taken.blocks:
-            draft.add(group_id, taken)
-        return num_decided, len(taken.blocks)
+        wanted, num_decided = self._connector.choose_blocks(group_id, candidates.digests[:room])
+        if wanted:
+            draft.add(group_id, candidates.take(wanted))
+        return num_decided, len(wanted)
 
     def _audit(self, match: ExternalMatch, audited: list[_Candidates], now: float) -> None:
         """Orders the audit of computed blocks, which `match` would have loaded, as far as there are pins."""
@@ -332,6 +355,7 @@ class BlockSaver:
                 candidates.digests.append(one.digest)
                 candidates.parents.append(one.parent)
                 candidates.adapters.append(one.adapter)
+                candidates.noted_at.append(one.noted_at)
             num_decided, num_taken = self._offer(group_id, candidates, draft)
             self._drop("present", num_decided - num_taken)
             computed_at = min([computed_at, *[one.computed_at for _, one in found[:num_decided]]])
@@ -411,7 +435,9 @@ class BlockSaver:
     def _end_audit(self, order: SaveOrder, result: SaveResult) -> None:
         num_differing = len(result.differing)
         num_skipped = max(0, len(order.blocks) - result.num_saved - num_differing)
-        self.counts.num_audited.update(same=result.num_saved, differs=num_differing, skipped=num_skipped)
+        for outcome, number in ("same", result.num_saved), ("differs", num_differing), ("skipped", num_skipped):
+            if number:
+                self.counts.num_audited[outcome] += number
         for index in result.differing:
             self._connector.on_difference(order.blocks[index], order.audit or {})
         self._let_go(order)
@@ -456,10 +482,3 @@ class BlockSaver:
         self._manager.held.release(id(order))
         del self._ordered[id(order)]
         self._num_pinned -= len(order.blocks)
-        if order.audit is not None:
-            return
-        if len(self._in_progress) == 1:
-            self._in_progress[0].difference_update(order.blocks.digests)
-        else:
-            for group_id, digest in zip(order.blocks.group_ids, order.blocks.digests, strict=True):
-                self._in_progress[group_id].discard(digest)

@@ -8,7 +8,7 @@ admitted, whose ordinary look-up then finds it. So a load that fails, in any way
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -16,7 +16,7 @@ from itertools import count
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, ExternalMatch, KVConnectorScheduler
-from quire.engine.kv_cache.held import BlockLeases
+from quire.engine.kv_cache.held import BlockLeases, make_counts
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
 from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
 from quire.engine.kv_cache.manager import KVCacheManager
@@ -274,8 +274,8 @@ class KVExchange(NoExchange, AdmissionGate):
         counts, saver.counts = saver.counts, SaveCounts()
         new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
         new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
-        new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(+counts.num_audited)
-        new.num_leases, leases.num_ended = dict(leases.num_ended), Counter()
+        new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(counts.num_audited)
+        new.num_leases, leases.num_ended = dict(leases.num_ended), make_counts()
         if remote_saves is not None:
             remote_saves.move_to(new)
         new.num_held_blocks = {str(state): number for state, number in held.count().items()}
@@ -480,7 +480,7 @@ class KVExchange(NoExchange, AdmissionGate):
         steps.num_sent += 1
         if output.total_num_scheduled_tokens >= PREFILL_TOKENS * len(output.num_scheduled_tokens) > 0:
             steps.measure(self.clock())
-        if self._manager.full_blocks:
+        if self.saver.noted is not None:
             self.saver.note_scheduled(steps.num_sent)
         if not steps.is_idle:
             self._send(output)

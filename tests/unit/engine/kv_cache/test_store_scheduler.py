@@ -360,3 +360,11 @@ def test_a_reset_drops_what_is_stored(stores: Any) -> None:
     assert store.half.build_connector_meta(SchedulerOutput()) is None
     store.half.set_weights("/new")
     assert not store.half.reset_cache(), "its namespace is not known"
+
+
+def test_a_block_that_two_requests_have_computed_is_chosen_once(stores: Any) -> None:
+    store = stores()
+    store.identify()
+    first, second, third = (bytes([i]) * 32 for i in range(3))
+    assert store.half.choose_blocks(0, [first, second, first, first]) == ([0, 1], 4)
+    assert store.half.choose_blocks(0, [second, third, third, first]) == ([1], 4)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -1096,3 +1098,18 @@ def test_the_connector_sees_steps_after_events_only(
     s.exchange.reset_store(can_wait=False)
     s.step(2)
     assert len(seen) == 3
+
+
+def test_blocks_with_an_adapter_that_is_not_known_by_its_files_are_noted_and_not_saved(tier: FakeTier) -> None:
+    engine = Engine(tier)
+    engine.add("a", PROMPT[:SIZE], max_tokens=6)
+    engine.step()
+    known, saver = engine.scheduler.requests["a"], engine.exchange.saver
+    request: Any = SimpleNamespace(lora_request=LoRARequest("l", 1, "/l"), report=known.report, block_hashes=[b"hash"])
+    tables = engine.scheduler.kv_cache_manager.get_tables("a")
+    saver.note_full(request, 0, 1, tables)
+    saver.note_scheduled(100)
+    assert saver.find_filled() == {tables[0][0].block_id}
+    num_orders = len(saver.unsent)
+    saver.note_computed(100, 0.0)
+    assert (saver.steps, len(saver.unsent)) == (deque(), num_orders)
