@@ -438,6 +438,49 @@ def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.Mo
         StoreScheduler.check_config(EngineArgs(str(model), kv_transfer_config=transfer).create_engine_config())
 
 
+@pytest.mark.slow
+def test_events_tell_what_a_server_holds_and_a_reset_drops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine stores its blocks there, another one finds them and drops them."""
+    known = set[tuple[int, int]]()
+
+    def publish(publisher: KVEventPublisher, changes: list[Change]) -> None:
+        for event in decode_batch(publisher._encoder.encode(0.0, changes)).events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+            elif event.medium == "STORAGE":
+                assert event.locality == "REMOTE"
+                names = {(event.group_idx or 0, int(each)) for each in event.block_hashes}
+                known.difference_update(names) if isinstance(event, BlockRemoved) else known.update(names)
+
+    monkeypatch.setattr(KVEventPublisher, "publish", publish)
+    monkeypatch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(tiers, "WATCH_S", 0.01)
+    model = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2")
+    store = StoreDirectory.open(tmp_path / "served", 1 << 30)
+    server = BlockServer(DirectorySource(store, 1 << 30), store.key, "tcp://127.0.0.1:0")
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+    extra = {"path": str(tmp_path / "own"), "tiers": [server.address], "publish_store": True}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    flags = {"kv_transfer_config": transfer, "kv_events_config": events}
+
+    def until(llm: LLM, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            make_step(llm)
+
+    with engine(model, None, **flags) as llm:
+        expected, _ = answer(llm)
+        until(llm, lambda: len(known) >= NUM_STORED)
+    with engine(model, None, **flags) as llm:
+        until(llm, lambda: len(known) >= NUM_STORED)
+        assert llm.reset_prefix_cache(reset_connector=True)
+        until(llm, lambda: not known)
+        assert answer(llm) == (expected, 0)
+        until(llm, lambda: len(known) >= NUM_STORED)
+    server.close()
+    store.close()
+
+
 def foreign(name: str, module: str, **extra: Any) -> dict[str, Any]:
     """The configuration of a connector that is written for vLLM's interface."""
     names = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}

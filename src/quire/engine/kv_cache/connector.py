@@ -37,7 +37,7 @@ from quire.wire.stats import KVTransferStats
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
-    from quire.engine.kv_cache.stored_blocks import StoredBlocks
+    from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
 
 
 class ExternalMatch(NamedTuple):
@@ -124,7 +124,7 @@ class KVConnectorScheduler(ABC):
     remote_saves: RemoteSaves | None = None
     """Counts of what a block server is given; None: there is none."""
 
-    stored: StoredBlocks | None = None
+    stored: StoredBlocks | StoresBlocks | None = None
     """Blocks of the store, for KV cache events; None: they are not published."""
 
     @classmethod

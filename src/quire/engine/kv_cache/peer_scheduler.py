@@ -31,6 +31,7 @@ from quire.engine.kv_cache.connector import (
     find_longest_match,
     is_kept_off,
 )
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, ValidationError
 from quire.kv_store.directory import StoreDirectory, has_key
@@ -42,6 +43,7 @@ from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_events import REMOTE
 from quire.wire.kv_peers import DROPPED, MAX_KEYS
 from quire.wire.kv_transfer import (
     REJECTIONS,
@@ -132,7 +134,6 @@ class PeerScheduler(KVConnectorScheduler):
         super().__init__(config, kv_cache_config)
         transfer = config.kv_transfer_config
         self._extra = transfer.kv_connector_extra_config
-        self._takes = transfer.kv_role != "kv_producer"
         self._peers = PeerList(self._extra["peers"])
         self.has_several_sources = len(self._extra["tiers"]) > 1
         self._rests = Rests()
@@ -154,6 +155,9 @@ class PeerScheduler(KVConnectorScheduler):
         self._drops = _Drops(self._num_workers)
         if self._extra["tiers"] and self._extra["saves"]:
             self.remote_saves = RemoteSaves()
+        self.stored: StoredBlocks | None = None
+        if self._extra.get("publish_store"):
+            self.stored = StoredBlocks(self._num_workers, REMOTE)
         if transfer.audit_share:
             self.audits = LoadAudits(transfer.audit_share, TIER)
 
@@ -164,6 +168,11 @@ class PeerScheduler(KVConnectorScheduler):
             raise ConfigError(
                 f"the block server {extra['tiers'][0]} proves itself by a key, and this engine has none: name a copy "
                 "of the file `key` in its directory with QUIRE_KV_STORE_KEY_FILE"
+            )
+        if extra.get("publish_store") and not (extra["tiers"] and config.observability_config.kv_events.is_enabled):
+            raise ConfigError(
+                "publish_store adds what a block server of tiers holds to KV cache events; name a server, and enable "
+                "events with --kv-events-config"
             )
         if config.kv_transfer_config.audit_share and not extra["tiers"]:
             raise ConfigError("audit_share: loads from block servers are audited, and there are none; leave it out")
@@ -177,7 +186,8 @@ class PeerScheduler(KVConnectorScheduler):
     # -- requests ----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        if not self._takes or not self._is_known or not self.may_transfer(request):
+        takes = self.config.kv_transfer_config.kv_role != "kv_producer"
+        if not takes or not self._is_known or not self.may_transfer(request):
             return
         params = _params_of(request)
         if params is not None and params.do_remote_prefill and params.remote_request_id:
@@ -357,6 +367,8 @@ class PeerScheduler(KVConnectorScheduler):
             self._server_states[output.rank] = info["store_state"]
         if "puts" in info and self.remote_saves is not None:
             self.remote_saves.add(output.rank, info["puts"])
+        if self.stored is not None and "watched" in info and info["generation"] == self._generation:
+            self.stored.update(output.rank, *info["watched"])
         if "dropped" in info:
             self._drops.add(output.rank, *info["dropped"])
         for request_id, found in info.get("have", {}).items():
@@ -387,6 +399,8 @@ class PeerScheduler(KVConnectorScheduler):
         self._identities.clear()
         self._asked.clear()
         self._limits.forget_all()
+        if self.stored is not None:
+            self.stored.clear()
 
 
 def _params_of(request: Request) -> TransferParams | None:

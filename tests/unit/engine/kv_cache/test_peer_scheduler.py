@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.engine.kv_cache.changes import Change, TierBlocks
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
@@ -368,6 +370,37 @@ def test_records_are_dropped_when_all_servers_of_all_workers_have(caplog: pytest
     peers.shutdown()
     assert third.result(timeout=0) is False
     assert Half().half.reset_cache() is True, "there are no servers"
+
+
+def test_what_a_server_holds_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(tiers=["tcp://a:1"], publish_store=True)
+    peers, block = half.half, [0, b"d" * 32]
+
+    def tell(generation: int, *report: Any) -> list[Change]:
+        info = {"watched": report, "generation": generation}
+        peers.update_connector_output(KVConnectorOutput(info=info))
+        assert peers.stored is not None
+        return peers.stored.take(everything=False)
+
+    there = TierBlocks(0, [b"d" * 32], is_stored=True, locality="REMOTE")
+    assert tell(0, [block], [], False) == [there]
+    assert tell(1, [], [block], False) == [], "of other weights"
+    peers.set_weights("other")
+    assert tell(0, [block], [], False) == [replace(there, is_stored=False)]
+    assert Half(tiers=["tcp://a:1"]).half.stored is None
+    (tmp_path / "key").write_bytes(bytes(32))
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "key"))
+    config = peers.config
+    with pytest.raises(ConfigError, match="enable events with --kv-events-config"):
+        PeerScheduler.check_config(config)
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    extra = {"path": str(tmp_path / "own"), "tiers": ["tcp://a:1"], "publish_store": True}
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    args = EngineArgs(
+        "demo", kv_transfer_config={**transfer, "kv_connector_extra_config": extra}, kv_events_config=events
+    )
+    PeerScheduler.check_config(args.create_engine_config())
 
 
 def test_puts_of_all_workers_are_counted() -> None:
