@@ -151,6 +151,33 @@ def test_an_adapter_counts_by_its_content(tmp_path: Path) -> None:
         assert answer(llm, LoRARequest("the first", 2, str(copy))) == (expected, NUM_STORED * 16)
 
 
+@pytest.mark.slow
+def test_an_adapter_counts_by_its_content_at_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are stored there by an engine without a directory, and found by another under another name."""
+    monkeypatch.setattr(tiers, "ASK_S", 60.0)
+    monkeypatch.setattr(BlockLoader, "check_deadlines", lambda self, now: [])
+    model = make_tiny_checkpoint(tmp_path / "llama", "llama")
+    path = write_adapter(tmp_path / "adapter", tensors(seed=1))
+    store = StoreDirectory.open(tmp_path / "served", 1 << 30)
+    server = BlockServer(DirectorySource(store, 1 << 30), store.key, "tcp://127.0.0.1:0")
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+    with engine(model, None, enable_lora=True, kv_store_remote=server.address) as llm:
+        expected, _ = answer(llm, LoRARequest("one", 1, str(path)))
+        while audited(llm).value("quire_kv_remote_saves", "stored") < NUM_STORED:
+            make_step(llm)
+    copy = shutil.copytree(path, tmp_path / "copy")
+    with engine(model, None, enable_lora=True, kv_store_remote=server.address) as llm:
+        num_cached = 0
+        while not num_cached:  # the server finds them within a second
+            assert llm.reset_prefix_cache()
+            found, num_cached = answer(llm, LoRARequest("another name", 7, str(copy)))
+            assert found == expected
+        assert num_cached == NUM_STORED * 16
+        assert answer(llm)[1] == 0
+    server.close()
+    store.close()
+
+
 def test_torch_kernels_read_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "torch")
     model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"

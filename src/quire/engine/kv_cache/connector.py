@@ -212,8 +212,8 @@ class KVConnectorScheduler(ABC):
         return
 
     def take_message(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half at once, after `on_new_request` and `reset_cache`; None: nothing. It
-        is never lost, as a step that fails is."""
+        """Returns what is sent to the worker half at once, after `on_new_request`, `reset_cache` and an answer of None;
+        None: nothing. It is never lost, as a step that fails is."""
         return None
 
     def request_started(self, request: Request) -> None:

@@ -13,7 +13,7 @@ import pytest
 from quire.config.engine_args import EngineArgs
 from quire.engine.kv_cache.changes import Change, TierBlocks
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch
-from quire.engine.kv_cache.hashing import make_block_hasher
+from quire.engine.kv_cache.hashing import make_block_hasher, stored_hashes
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_and_peers import StoreAndPeersScheduler
 from quire.engine.request import Request, RequestStatus
@@ -370,6 +370,37 @@ def test_records_are_dropped_when_all_servers_of_all_workers_have(caplog: pytest
     peers.shutdown()
     assert third.result(timeout=0) is False
     assert Half().half.reset_cache() is True, "there are no servers"
+
+
+def test_blocks_with_an_adapter_are_asked_for_once_its_content_is_known() -> None:
+    """A lease of another engine is not taken: its hashes have the adapter's name."""
+    half = Half(tiers=["tcp://a:1"])
+    request = half.add(OFFER, lora_request=LoRARequest("l", 1, "/l"))
+    peers = half.half
+    assert peers.take_message() is None
+    assert not peers.may_transfer(request)
+    request.report.adapter_digest = "d" * 64
+    assert peers.may_transfer(request)
+    hashes = stored_hashes(request, SIZE)[:7]
+    assert hashes[0] != request.block_hashes[0]
+    assert half.match(request) is None
+    assert half.match(request) is None
+    assert peers.take_message() == {"ask": {"r": [(0, digest) for digest in hashes]}}
+    answer = {"have": {"r": {"tcp://a:1": pack_bits([True] * 3 + [False] * 4)}}}
+    peers.update_connector_output(KVConnectorOutput(info=answer))
+    assert half.match(request) == ExternalMatch(12, "remote:tcp://a:1", {"peers": [("tcp://a:1", "")]})
+    request.report.adapter_digest, request.report.stored_hashes = "e" * 64, []
+    assert half.match(request) == NO_MATCH, "the adapter was loaded again, from other files"
+    peers.request_started(request)
+    request.report.num_preemptions = 1
+    assert half.match(request) == NO_MATCH
+    assert peers.take_message() is None, "it is asked about once"
+    whole = half.add(lora_request=LoRARequest("l", 1, "/l"))
+    whole.report.adapter_digest = "d" * 64
+    assert whole.sampling_params is not None
+    whole.sampling_params.skip_reading_prefix_cache = True
+    assert half.match(whole) == NO_MATCH, "it is computed"
+    assert Half(role="kv_producer", tiers=["tcp://a:1"]).match(request) == NO_MATCH
 
 
 def test_what_a_server_holds_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
