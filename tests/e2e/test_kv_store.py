@@ -151,6 +151,33 @@ def test_an_adapter_counts_by_its_content(tmp_path: Path) -> None:
         assert answer(llm, LoRARequest("the first", 2, str(copy))) == (expected, NUM_STORED * 16)
 
 
+@pytest.mark.slow
+def test_an_adapter_counts_by_its_content_at_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are stored there by an engine without a directory, and found by another under another name."""
+    monkeypatch.setattr(tiers, "ASK_S", 60.0)
+    monkeypatch.setattr(BlockLoader, "check_deadlines", lambda self, now: [])
+    model = make_tiny_checkpoint(tmp_path / "llama", "llama")
+    path = write_adapter(tmp_path / "adapter", tensors(seed=1))
+    store = StoreDirectory.open(tmp_path / "served", 1 << 30)
+    server = BlockServer(DirectorySource(store, 1 << 30), store.key, "tcp://127.0.0.1:0")
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+    with engine(model, None, enable_lora=True, kv_store_remote=server.address) as llm:
+        expected, _ = answer(llm, LoRARequest("one", 1, str(path)))
+        while audited(llm).value("quire_kv_remote_saves", "stored") < NUM_STORED:
+            make_step(llm)
+    copy = shutil.copytree(path, tmp_path / "copy")
+    with engine(model, None, enable_lora=True, kv_store_remote=server.address) as llm:
+        num_cached = 0
+        while not num_cached:  # the server finds them within a second
+            assert llm.reset_prefix_cache()
+            found, num_cached = answer(llm, LoRARequest("another name", 7, str(copy)))
+            assert found == expected
+        assert num_cached == NUM_STORED * 16
+        assert answer(llm)[1] == 0
+    server.close()
+    store.close()
+
+
 def test_torch_kernels_read_what_they_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "torch")
     model, directory = make_tiny_checkpoint(tmp_path / "llama", "llama"), tmp_path / "store"
@@ -436,6 +463,49 @@ def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.Mo
         until(llm, lambda: not known)
     with pytest.raises(ConfigError, match="enable them with --kv-events-config"):
         StoreScheduler.check_config(EngineArgs(str(model), kv_transfer_config=transfer).create_engine_config())
+
+
+@pytest.mark.slow
+def test_events_tell_what_a_server_holds_and_a_reset_drops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine stores its blocks there, another one finds them and drops them."""
+    known = set[tuple[int, int]]()
+
+    def publish(publisher: KVEventPublisher, changes: list[Change]) -> None:
+        for event in decode_batch(publisher._encoder.encode(0.0, changes)).events:
+            if isinstance(event, AllBlocksCleared):
+                known.clear()
+            elif event.medium == "STORAGE":
+                assert event.locality == "REMOTE"
+                names = {(event.group_idx or 0, int(each)) for each in event.block_hashes}
+                known.difference_update(names) if isinstance(event, BlockRemoved) else known.update(names)
+
+    monkeypatch.setattr(KVEventPublisher, "publish", publish)
+    monkeypatch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(tiers, "WATCH_S", 0.01)
+    model = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2")
+    store = StoreDirectory.open(tmp_path / "served", 1 << 30)
+    server = BlockServer(DirectorySource(store, 1 << 30), store.key, "tcp://127.0.0.1:0")
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+    extra = {"path": str(tmp_path / "own"), "tiers": [server.address], "publish_store": True}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    flags = {"kv_transfer_config": transfer, "kv_events_config": events}
+
+    def until(llm: LLM, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            make_step(llm)
+
+    with engine(model, None, **flags) as llm:
+        expected, _ = answer(llm)
+        until(llm, lambda: len(known) >= NUM_STORED)
+    with engine(model, None, **flags) as llm:
+        until(llm, lambda: len(known) >= NUM_STORED)
+        assert llm.reset_prefix_cache(reset_connector=True)
+        until(llm, lambda: not known)
+        assert answer(llm) == (expected, 0)
+        until(llm, lambda: len(known) >= NUM_STORED)
+    server.close()
+    store.close()
 
 
 def foreign(name: str, module: str, **extra: Any) -> dict[str, Any]:

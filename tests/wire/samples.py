@@ -68,6 +68,7 @@ from quire.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from quire.wire.kv_peers import (
     Bitmap,
     Block,
+    Changes,
     Credit,
     Drop,
     Get,
@@ -80,6 +81,7 @@ from quire.wire.kv_peers import (
     Release,
     Renew,
     Taken,
+    Watch,
     Welcome,
 )
 from quire.wire.kv_transfer import (
@@ -368,6 +370,8 @@ FULL: dict[str, Any] = {
     "Release": Release(["lease"]),
     "Put": Put(7),
     "Drop": Drop(7),
+    "Watch": Watch((7, 9)),
+    "Changes": Changes([(0, b"a" * 32)], [(1, b"b" * 32)], (8, 10), True, False),
     "Taken": Taken(7, "stored"),
     "Welcome": Welcome(1, "P", "start", b"n" * 32, b"t" * 32, True),
     "Refused": Refused("fingerprint"),

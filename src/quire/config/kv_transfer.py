@@ -121,6 +121,7 @@ _PEER_BOUNDS = {
         FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
         FieldBound("codec", "int", 0, 1),
         FieldBound("kv_lease_duration", "float", 0.1, 3600.0),
+        FieldBound("publish_store", "bool"),
         FieldBound("audit_share", "float", 0.0, 1.0),
         FieldBound("min_load_tokens", "int", 1, 1 << 30),
         FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
@@ -253,7 +254,8 @@ class KVTransferConfig:
             store = self.kv_connector_extra_config
             path = {"path": store["path"]} if "path" in store else {}  # weights are hashed once
             skips_salted = store.get("skip_salted", self.kv_store_skip_salted)
-            given = {"peers": [], "tiers": tiers, **path}
+            publishes = {"publish_store": True} if store.get("publish_store") else {}
+            given = {"peers": [], "tiers": tiers, **path, **publishes}
             keys = _peer_keys(given, None, 0, saves=self.kv_role == "kv_both", skips_salted=skips_salted)
             tuned = {"min_load_tokens": self.min_load_tokens, "load_bias": self.load_bias}
             engine = dataclasses.replace(self._with_connector(PEERS, keys | tuned), kv_role="kv_consumer")

@@ -29,7 +29,7 @@ from quire.engine.kv_cache.changes import (
     TierBlocks,
     describe_cached_blocks,
 )
-from quire.engine.kv_cache.stored_blocks import StoredBlocks
+from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
 from quire.errors import ConfigError
@@ -41,7 +41,6 @@ from quire.wire.kv_cache import AnyKVCacheSpec
 from quire.wire.kv_events import (
     DEVICE_MEDIUM,
     END_OF_REPLAY,
-    LOCAL,
     STORE_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
@@ -75,7 +74,7 @@ class KVEventsObserver(SchedulerObserver):
         self._publisher = publisher
         self._pool: BlockPool | None = None
         self._num_groups = 0
-        self._stored: StoredBlocks | None = None
+        self._stored: StoredBlocks | StoresBlocks | None = None
         self._has_lost = False
 
     def attach(self, scheduler: SchedulerInterface) -> None:
@@ -314,12 +313,12 @@ class EventEncoder:
         """Returns the event of a store, which knows digests only."""
         hashes, group_id = [self._hash(each) for each in change.hashes], change.group_id
         if not change.is_stored:
-            return BlockRemoved(hashes, STORE_MEDIUM, group_id, LOCAL)
-        size = self._specs[group_id].block_size
-        return BlockStored(hashes, None, [], size, None, STORE_MEDIUM, None, group_idx=group_id, locality=LOCAL)
+            return BlockRemoved(hashes, STORE_MEDIUM, group_id, change.locality)
+        size, where = self._specs[group_id].block_size, change.locality
+        return BlockStored(hashes, None, [], size, None, STORE_MEDIUM, None, group_idx=group_id, locality=where)
 
 
-def _find_stored(scheduler: Any) -> StoredBlocks | None:
+def _find_stored(scheduler: Any) -> StoredBlocks | StoresBlocks | None:
     """Returns what the scheduler's connector publishes."""
     connector: Any = getattr(getattr(scheduler, "exchange", None), "connector", None)
     return getattr(connector, "stored", None)

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
-from collections.abc import Callable
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from operator import itemgetter
 
 from quire.kv_store.directory import ExtentFile, StoreDirectory
 from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow, open_extent
-from quire.wire.kv_peers import RecordName
+from quire.wire.kv_peers import MAX_CHANGES, Changes, Cursor, RecordName
 
 NAMES_PER_REPORT = 1024
 
-Changes = Callable[[list[RecordName], list[RecordName]], None]
+MAX_REMOVED = 1 << 16
+"""Number of removed blocks that are remembered, for clients that read on."""
+
+Report = Callable[[list[RecordName], list[RecordName]], None]
 """Takes blocks that are there from now on, and blocks that are not there any more."""
 
 
@@ -33,7 +41,7 @@ class _Extent:
 class StoreWatcher:
     """The blocks in the extents of a namespace. `index.py:StoreScanner` scans it."""
 
-    def __init__(self, directory: StoreDirectory, fingerprint: bytes, report: Changes) -> None:
+    def __init__(self, directory: StoreDirectory, fingerprint: bytes, report: Report) -> None:
         self.directory, self._fingerprint, self._report = directory, fingerprint, report
         self._namespace = fingerprint.hex()[:NAMESPACE_DIGITS]
         self._extents: dict[tuple[str, int], _Extent] = {}
@@ -81,3 +89,62 @@ class StoreWatcher:
             entries = [entry for entry in table.entries if entry.offset >= extent.end] if is_ours else []
         extent.end = entries[-1].end if entries else extent.end
         return entries
+
+
+class ChangeLog:
+    """Blocks of a namespace that were added and removed, each with a number, from which a client reads on. Memory is
+    that of the blocks that are there, and of MAX_REMOVED. Callable from any thread.
+
+    Numbers begin with the time, so that those of an earlier log are too old for this one.
+    """
+
+    def __init__(self) -> None:
+        self._first = self._last = self._oldest = int(time.time() * 1e6)
+        """Numbers before the first change, of the last change, and of the last removal that is forgotten."""
+        self._numbers: dict[RecordName, int] = {}
+        """Numbers of the blocks that are there."""
+        self._added: list[tuple[int, RecordName]] = []
+        """Blocks that were added, in order; some may have been removed since."""
+        self._removed: deque[tuple[int, RecordName]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, added: Sequence[RecordName], removed: Sequence[RecordName]) -> None:
+        """Adds changes, the removed blocks first."""
+        with self._lock:
+            for name in removed:
+                self._last += 1
+                self._numbers.pop(name, None)
+                self._removed.append((self._last, name))
+            while len(self._removed) > MAX_REMOVED:
+                self._oldest, _ = self._removed.popleft()
+            for name in added:
+                self._last += 1
+                self._numbers[name] = self._last
+                self._added.append((self._last, name))
+            if len(self._added) > 2 * len(self._numbers) + MAX_CHANGES:
+                self._added = [one for one in self._added if self._is_there(one)]
+
+    def read(self, cursor: Cursor) -> Changes:
+        """Returns the changes since a cursor. One block may be added again that a client has: that it was removed
+        between is left out."""
+        with self._lock:
+            after, removed_after = cursor
+            is_new = after < self._first or removed_after < self._oldest or max(cursor) > self._last
+            if is_new:
+                after, removed_after = self._first, self._last
+            start = bisect_right(self._added, after, key=itemgetter(0))
+            later = (self._added[index] for index in range(start, len(self._added)))
+            added = list(islice(filter(self._is_there, later), MAX_CHANGES + 1))
+            late = takewhile(lambda one: one[0] > removed_after, reversed(self._removed))
+            removed = list(late)[::-1][: MAX_CHANGES + 1]
+            ends = [one[MAX_CHANGES - 1][0] if len(one) > MAX_CHANGES else self._last for one in (added, removed)]
+            return Changes(
+                [name for _, name in added[:MAX_CHANGES]],
+                [name for _, name in removed[:MAX_CHANGES] if name not in self._numbers],
+                (ends[0], ends[1]),
+                is_new,
+                len(added) > MAX_CHANGES or len(removed) > MAX_CHANGES,
+            )
+
+    def _is_there(self, change: tuple[int, RecordName]) -> bool:
+        return self._numbers.get(change[1]) == change[0]

@@ -14,8 +14,8 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the last message of a replay, which has no payload."""
 DEVICE_MEDIUM = "GPU"
 """vLLM's name of the memory that an engine computes in, on any device."""
-STORE_MEDIUM, LOCAL = "STORAGE", "LOCAL"
-"""Medium and locality of a directory of --kv-store."""
+STORE_MEDIUM, LOCAL, REMOTE = "STORAGE", "LOCAL", "REMOTE"
+"""Medium of stores, and localities of a directory of --kv-store and of a block server."""
 
 EventHash = int | bytes
 """A block's digest: its last 8 bytes as a number, or all 32."""

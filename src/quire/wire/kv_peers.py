@@ -16,6 +16,8 @@ answered before.
     Put + header and tag + payload     ->
     Drop                               ->
                                        <-  Taken, for each of both in order
+    Watch(cursor)                      ->
+                                       <-  Changes
 
 A server sends as many blocks as it has credit for, and takes PUT_CREDIT records of a session at once, if it takes any.
 A record is what `kv_store/record.py` describes, and is verified as one that was read from a file, on either side.
@@ -46,6 +48,8 @@ DROPPED = "dropped"
 """Outcome of a `Drop`: no record is there that was before it."""
 DROP_S = 5.0
 """Time in which a server must have dropped records."""
+MAX_CHANGES = 1 << 12
+"""Most blocks of an answer that were added, and most that were removed."""
 MAX_RECORD_BYTES = 50 << 20
 """Longest frame of a server."""
 
@@ -123,6 +127,17 @@ class Drop(Struct, array_like=True, tag="drop", gc=False):
     put_id: Number
 
 
+Cursor = tuple[Number, Number]
+"""Numbers of the last added and of the last removed block that is known; (0, 0): nothing is."""
+NO_CURSOR = 0, 0
+
+
+class Watch(Struct, array_like=True, tag="watch", gc=False):
+    """Asks which blocks were added and removed since a cursor. A server of leases refuses."""
+
+    cursor: Cursor
+
+
 class Welcome(Struct, array_like=True, tag="welcome", gc=False):
     """Proves that the server has the key."""
 
@@ -140,7 +155,7 @@ class Refused(Struct, array_like=True, tag="refused", gc=False):
     """Ends a session."""
 
     field: PeerName
-    """Name of what does not fit: version, fingerprint, tag, message, pulls, puts; session: it has ended."""
+    """Name of what does not fit: version, fingerprint, tag, message, pulls, puts, watch; session: it has ended."""
 
 
 class Bitmap(Struct, array_like=True, tag="bitmap", gc=False):
@@ -173,8 +188,20 @@ class Taken(Struct, array_like=True, tag="taken", gc=False):
     """stored; present: it was there; DROPPED; or a reason: rate, full, error, or one of REJECTIONS."""
 
 
-PeerRequest = Hello | Proof | Have | Get | Credit | Renew | Release | Put | Drop
-PeerAnswer = Welcome | Refused | Bitmap | Block | Gone | Taken
+class Changes(Struct, array_like=True, tag="changes", gc=False):
+    """Answers `Watch`: up to MAX_CHANGES of each kind, the next ones from `cursor` on."""
+
+    added: RecordNames
+    removed: RecordNames
+    cursor: Cursor
+    is_new: bool
+    """True: what was known before is to be forgotten, because the cursor is too old, or of another start."""
+    has_more: bool
+    """True: there is more already."""
+
+
+PeerRequest = Hello | Proof | Have | Get | Credit | Renew | Release | Put | Drop | Watch
+PeerAnswer = Welcome | Refused | Bitmap | Block | Gone | Taken | Changes
 
 
 def server_tag(key: bytes, hello: Hello, nonce: bytes, incarnation: str, place: str) -> bytes:

@@ -237,6 +237,9 @@ def test_the_server_of_another_machines_store(tmp_path: Path) -> None:
     assert (given.kv_connector, {name: getattr(given, name) for name in own}) == (BOTH, own)
     assert given.parts[0].audit_share == 0.5
     assert given.parts[1].kv_connector_extra_config["saves"]
+    published = settle(kv_connector=STORE, **extra(path="x", tiers=[REMOTE], publish_store=True))
+    assert all(part.kv_connector_extra_config["publish_store"] for part in published.parts)
+    assert "publish_store" not in given.parts[1].kv_connector_extra_config
     only_reads = settle(kv_connector=STORE, kv_role="kv_consumer", **extra(path="x", tiers=[REMOTE]))
     assert not only_reads.parts[1].kv_connector_extra_config["saves"]
     peers = {**NIXL, **extra(tiers=["tcp://a:1"])}

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -151,11 +152,17 @@ def test_the_blocks_of_a_store_are_told_apart(tmp_path: Path) -> None:
     changes: list[Change] = [
         TierBlocks(0, [b"a" * 32, b"b" * 32], is_stored=True),
         TierBlocks(0, [b"a" * 32], is_stored=False),
+        TierBlocks(0, [b"a" * 32], is_stored=True, locality="REMOTE"),
+        TierBlocks(0, [b"a" * 32], is_stored=False, locality="REMOTE"),
     ]
-    stored, removed = decode_batch(EventEncoder([SPEC]).encode(1.0, changes)).events
+    stored, removed, *elsewhere = decode_batch(EventEncoder([SPEC]).encode(1.0, changes)).events
     names = [short_hash(b"a" * 32), short_hash(b"b" * 32)]
     assert stored == BlockStored(names, None, [], 2, None, "STORAGE", None, group_idx=0, locality="LOCAL")
     assert removed == BlockRemoved(names[:1], "STORAGE", 0, "LOCAL")
+    assert elsewhere == [
+        msgspec.structs.replace(stored, block_hashes=names[:1], locality="REMOTE"),
+        msgspec.structs.replace(removed, locality="REMOTE"),
+    ]
 
 
 def test_a_store_is_told_anew_when_subscribers_forget_everything() -> None:

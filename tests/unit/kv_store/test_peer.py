@@ -23,6 +23,7 @@ from quire.kv_store.record import TAG_BYTES, RecordMac, make_header
 from quire.wire import sockets
 from quire.wire.kv_peers import (
     MAX_KEYS,
+    NO_CURSOR,
     PEER_VERSION,
     PUT_CREDIT,
     Credit,
@@ -359,6 +360,8 @@ def test_a_server_that_takes_none_and_one_that_is_given_too_many(
         put(1, b"head")
     with pytest.raises(NotImplementedError):
         BlockSource.put(source, FINGERPRINT, [], lambda outcome: None)
+    with pytest.raises(PeerError, match="watch does not fit"), client.connect(server.address, FINGERPRINT) as peer:
+        peer.watch(NO_CURSOR, never)
     with pytest.raises(NotImplementedError):
         BlockSource.drop(source, FINGERPRINT, lambda outcome: None)
 
@@ -405,7 +408,7 @@ def test_an_answer_for_another_record_ends_the_connection(
     assert error.value.reason == "format"
 
 
-def test_a_directory_takes_records(tmp_path: Path) -> None:
+def test_a_directory_takes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StoreDirectory.open(tmp_path / "store", 1 << 30)
     source = DirectorySource(store, 1 << 30)
     server, client = BlockServer(source, store.key, "tcp://127.0.0.1:0"), PeerClient(store.key, "D")
@@ -419,10 +422,17 @@ def test_a_directory_takes_records(tmp_path: Path) -> None:
         with client.connect(server.address, b"\x08" * 32) as other:
             assert other.drop(60.0, never) == "dropped"
         assert peer.have([name]) == [True], "that is another's"
+        until(lambda: peer.watch(NO_CURSOR, never).added == [name])
+        cursor = peer.watch(NO_CURSOR, never).cursor
         assert peer.drop(60.0, never) == "dropped"
         assert peer.have([name]) == [False]
         with pytest.raises(PeerError, match="has lost block 0"):
             list(peer.fetch("", [name], never))
+        until(lambda: peer.watch(cursor, never).removed == [name])
+        monkeypatch.setattr(server_module, "MAX_NAMESPACES", 1)
+        with client.connect(server.address, b"\x08" * 32) as other:
+            assert other.watch(cursor, never).is_new
+        assert list(source._logs) == [b"\x08" * 32]
     with client.connect(server.address, FINGERPRINT) as peer:
         assert list(peer.put([(0, record)], never)) == [(0, "stored")], "it is not taken as written lately"
     client.close()

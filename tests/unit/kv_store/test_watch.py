@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from quire.kv_store import watch
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.extent import ExtentWriter
 from quire.kv_store.record import make_header
-from quire.kv_store.watch import StoreWatcher
-from quire.wire.kv_peers import RecordName
+from quire.kv_store.watch import ChangeLog, StoreWatcher
+from quire.wire.kv_peers import NO_CURSOR, Cursor, RecordName
 
 OURS, OTHERS = b"o" * 32, b"x" * 32
 SAME_BEGINNING = OURS[:8] + b"y" * 24
@@ -97,3 +98,78 @@ def test_reports_are_short(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     assert store.scan() == ([1, 2, 3, 4, 5], [])
     assert [len(added) for added, _ in store.reports] == [2, 2, 1]
     writer.abandon()
+
+
+# -- what clients read ---------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A client of a log."""
+
+    def __init__(self, log: ChangeLog) -> None:
+        self.log, self.cursor, self.known, self.num_starts = log, NO_CURSOR, set[RecordName](), 0
+
+    cursor: Cursor
+
+    def read(self) -> bool:
+        changes = self.log.read(self.cursor)
+        if changes.is_new:
+            self.known.clear()
+            self.num_starts += 1
+        assert not set(changes.added) & set(changes.removed)
+        self.known |= set(changes.added)
+        self.known -= set(changes.removed)
+        self.cursor = changes.cursor
+        return changes.has_more
+
+    def read_all(self) -> set[RecordName]:
+        while self.read():
+            pass
+        return self.known
+
+
+def names(*numbers: int) -> list[RecordName]:
+    return [(0, bytes([number]) * 32) for number in numbers]
+
+
+def test_a_client_reads_on_and_begins_anew_if_it_was_away_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_CHANGES", 2)
+    monkeypatch.setattr(watch, "MAX_REMOVED", 3)
+    log = ChangeLog()
+    reader, late = Reader(log), Reader(log)
+    assert reader.read_all() == set()
+    log.add(names(1, 2, 3, 4, 5), [])
+    assert late.read(), "there is more"
+    assert late.known == set(names(1, 2))
+    log.add(names(6), names(1, 4))
+    log.add(names(1), names(2))
+    assert late.read_all() == set(names(1, 3, 5, 6))
+    assert reader.read_all() == set(names(1, 3, 5, 6))
+    assert (late.num_starts, reader.num_starts) == (1, 1)
+    log.add([], names(1, 3))
+    assert reader.read_all() == set(names(5, 6))
+    log.add([], names(5, 6))
+    assert late.read_all() == set()
+    assert (late.num_starts, reader.num_starts) == (2, 1), "one removal that it has not seen is forgotten"
+    assert len(log._added) <= watch.MAX_CHANGES + 1
+    stranger = ChangeLog()
+    reader.log = stranger
+    assert reader.read_all() == set()
+    assert reader.num_starts == 2, "another start of the server"
+
+
+def test_a_client_that_reads_at_any_time_knows_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_CHANGES", 3)
+    monkeypatch.setattr(watch, "MAX_REMOVED", 20)
+    rng = random.Random(5)
+    log, there = ChangeLog(), set[RecordName]()
+    readers = [Reader(log) for _ in range(3)]
+    for _ in range(400):
+        added = [name for name in names(*rng.sample(range(12), 2)) if name not in there]
+        removed = [name for name in names(*rng.sample(range(12), 2)) if name in there]
+        log.add(added, removed)
+        there = (there - set(removed)) | set(added)
+        rng.choice(readers).read()
+        if rng.random() < 0.3:
+            assert rng.choice(readers).read_all() == there
+    assert sum(reader.num_starts for reader in readers) >= 3

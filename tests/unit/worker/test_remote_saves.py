@@ -182,6 +182,29 @@ def test_records_are_dropped_at_a_server_that_takes_them(
         engine.worker.close()
 
 
+def test_what_a_server_holds_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys(2)
+    with serving(tmp_path / "served") as (store, server):
+        monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        extra = {"tiers": [server.address], "publish_store": True, "listen": "tcp://127.0.0.1:0"}
+        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        engine = Engine(PeerWorker, kv_transfer_config=transfer)
+        assert engine.wait("store_state") == "open"
+        assert engine.save(keys, [1, 2]).num_saved == 2
+        seen: list[RecordName] = []
+        while len(seen) < 2:  # scans find them in two reports, too
+            added, removed, is_new = engine.wait("watched")
+            assert (removed, is_new) == ([], False)
+            seen += added
+        assert sorted(seen) == sorted((0, key.digest) for key in keys)
+        first = engine.worker._watcher  # type: ignore[attr-defined]
+        engine.worker.watch(bytes(32), 1)  # type: ignore[attr-defined]  # other weights
+        assert not first._thread.is_alive()
+        engine.worker.close()
+        assert store.list_extents()
+
+
 def test_a_server_that_only_reads_is_given_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path / "served", 0) as (store, server):
         monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "served" / "key"))

@@ -14,9 +14,9 @@ import pytest
 
 from quire.kv_store import rests
 from quire.kv_store.peer.client import MAX_IDLE, PeerError
-from quire.wire.kv_peers import RecordName, pack_bits
+from quire.wire.kv_peers import NO_CURSOR, Changes, Cursor, RecordName, pack_bits
 from quire.worker.kv_transfer import tiers as tiers_module
-from quire.worker.kv_transfer.tiers import Answers, TierAsker
+from quire.worker.kv_transfer.tiers import Answers, ServerWatcher, TierAsker
 
 KEYS: list[RecordName] = [(0, bytes([number]) * 32) for number in range(3)]
 FINGERPRINT = b"f" * 32
@@ -29,7 +29,13 @@ class Server:
     def __init__(self) -> None:
         self.connect: Callable[[], None] = lambda: None
         self.num_asked = 0
+        self.cursors: list[Cursor] = []
+        self.changes: queue.Queue[Changes] = queue.Queue()
         self.asked_for: list[list[RecordName]] = []
+
+    def watch(self, cursor: Cursor, is_cancelled: Callable[[], bool]) -> Changes:
+        self.cursors.append(cursor)
+        return self.changes.get()
 
     takes_records = True
     outcome = "dropped"
@@ -204,3 +210,50 @@ def test_without_servers_nothing_is_asked() -> None:
     engine = Engine()
     assert engine.ask() == {}
     assert engine.asker.stop(time.monotonic())
+
+
+def test_what_a_server_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is away holds what it held, for a while, and is read anew then."""
+    for name in ("REST_S", "MAX_REST_S"):
+        monkeypatch.setattr(rests, name, 0.001)
+    monkeypatch.setattr(tiers_module, "WATCH_S", 0.001)
+    server, reports = Server(), queue.Queue[tuple[list[RecordName], list[RecordName], bool]]()
+    client: Any = Client({"server": server})
+
+    def report(added: Sequence[RecordName], removed: Sequence[RecordName], is_new: bool) -> None:
+        reports.put((list(added), list(removed), is_new))
+
+    def answer(added: list[RecordName], removed: list[RecordName], cursor: Cursor, *flags: bool) -> None:
+        server.changes.put(Changes(added, removed, cursor, *flags))
+
+    watcher = ServerWatcher(client, "server", FINGERPRINT, report)
+    answer([], [], (5, 5), True, False)
+    answer(KEYS[:2], [], (6, 6), False, True)
+    answer([], [], (6, 6), False, False)
+    answer(KEYS[2:], KEYS[:1], (7, 8), False, False)
+    assert reports.get(timeout=60) == (KEYS[:2], [], False)
+    assert reports.get(timeout=60) == (KEYS[2:], KEYS[:1], False)
+    answer(KEYS[:1], [], (9, 9), True, False)
+    assert reports.get(timeout=60) == (KEYS[:1], [], True), "it was away for long"
+    assert server.cursors[:5] == [NO_CURSOR, (5, 5), (6, 6), (6, 6), (7, 8)]
+    until(lambda: len(server.cursors) == 6)
+    server.connect = fail("unreachable")
+    answer([], [], (9, 9), False, False)
+    num_asked = server.num_asked
+    until(lambda: server.num_asked > num_asked + 3)
+    assert reports.empty()
+    monkeypatch.setattr(tiers_module, "FORGET_S", 0.0)
+    assert reports.get(timeout=60) == ([], [], True)
+    num_asked = server.num_asked
+    until(lambda: server.num_asked > num_asked + 3)
+    assert reports.empty(), "it is forgotten once"
+    server.connect = lambda: None
+    answer(KEYS, [], (11, 11), True, False)
+    assert reports.get(timeout=60) == (KEYS, [], False), "nothing was known"
+    assert server.cursors[6] == NO_CURSOR
+    answer([], [], (11, 11), False, False)
+    until(lambda: len(server.cursors) == 8)
+    answer([], [], (11, 11), False, False)
+    watcher._is_stopped.set()
+    while not watcher.stop(time.monotonic()):
+        answer([], [], (11, 11), False, False)

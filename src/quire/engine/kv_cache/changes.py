@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quire.engine.kv_cache.block import BlockContent, KVCacheBlock
 from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash, ExtraKeys, hash_block
+from quire.wire.kv_events import LOCAL
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class TierBlocks:
     group_id: int
     hashes: list[BlockHash]
     is_stored: bool
+    locality: str = LOCAL
 
 
 Change = StoredRun | RemovedBlock | TierBlocks | Cleared

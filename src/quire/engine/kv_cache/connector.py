@@ -37,7 +37,7 @@ from quire.wire.stats import KVTransferStats
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
-    from quire.engine.kv_cache.stored_blocks import StoredBlocks
+    from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
 
 
 class ExternalMatch(NamedTuple):
@@ -124,7 +124,7 @@ class KVConnectorScheduler(ABC):
     remote_saves: RemoteSaves | None = None
     """Counts of what a block server is given; None: there is none."""
 
-    stored: StoredBlocks | None = None
+    stored: StoredBlocks | StoresBlocks | None = None
     """Blocks of the store, for KV cache events; None: they are not published."""
 
     @classmethod
@@ -214,8 +214,8 @@ class KVConnectorScheduler(ABC):
         return
 
     def take_message(self) -> dict[str, Any] | None:
-        """Returns what is sent to the worker half at once, after `on_new_request` and `reset_cache`; None: nothing. It
-        is never lost, as a step that fails is."""
+        """Returns what is sent to the worker half at once, after `on_new_request`, `reset_cache` and an answer of None;
+        None: nothing. It is never lost, as a step that fails is."""
         return None
 
     def request_started(self, request: Request) -> None:

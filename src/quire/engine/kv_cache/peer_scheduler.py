@@ -31,6 +31,8 @@ from quire.engine.kv_cache.connector import (
     find_longest_match,
     is_kept_off,
 )
+from quire.engine.kv_cache.hashing import stored_hashes
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, ValidationError
 from quire.kv_store.directory import StoreDirectory, has_key
@@ -42,6 +44,7 @@ from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_events import REMOTE
 from quire.wire.kv_peers import DROPPED, MAX_KEYS
 from quire.wire.kv_transfer import (
     REJECTIONS,
@@ -71,7 +74,7 @@ _ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 class _Asked:
     """A question which blocks the tiers have."""
 
-    num_blocks: int
+    hashes: list[BlockHash]
     answers: dict[int, dict[str, bytes]] = field(default_factory=dict)
     """Answers by rank and address: a bit for each group and block."""
 
@@ -132,7 +135,6 @@ class PeerScheduler(KVConnectorScheduler):
         super().__init__(config, kv_cache_config)
         transfer = config.kv_transfer_config
         self._extra = transfer.kv_connector_extra_config
-        self._takes = transfer.kv_role != "kv_producer"
         self._peers = PeerList(self._extra["peers"])
         self.has_several_sources = len(self._extra["tiers"]) > 1
         self._rests = Rests()
@@ -154,6 +156,9 @@ class PeerScheduler(KVConnectorScheduler):
         self._drops = _Drops(self._num_workers)
         if self._extra["tiers"] and self._extra["saves"]:
             self.remote_saves = RemoteSaves()
+        self.stored: StoredBlocks | None = None
+        if self._extra.get("publish_store"):
+            self.stored = StoredBlocks(self._num_workers, REMOTE)
         if transfer.audit_share:
             self.audits = LoadAudits(transfer.audit_share, TIER)
 
@@ -164,6 +169,11 @@ class PeerScheduler(KVConnectorScheduler):
             raise ConfigError(
                 f"the block server {extra['tiers'][0]} proves itself by a key, and this engine has none: name a copy "
                 "of the file `key` in its directory with QUIRE_KV_STORE_KEY_FILE"
+            )
+        if extra.get("publish_store") and not (extra["tiers"] and config.observability_config.kv_events.is_enabled):
+            raise ConfigError(
+                "publish_store adds what a block server of tiers holds to KV cache events; name a server, and enable "
+                "events with --kv-events-config"
             )
         if config.kv_transfer_config.audit_share and not extra["tiers"]:
             raise ConfigError("audit_share: loads from block servers are audited, and there are none; leave it out")
@@ -176,8 +186,16 @@ class PeerScheduler(KVConnectorScheduler):
 
     # -- requests ----------------------------------------------------------------------------------------------
 
+    @property
+    def _takes(self) -> bool:
+        """Returns whether blocks can be taken from elsewhere now."""
+        return self.config.kv_transfer_config.kv_role != "kv_producer" and self._is_known
+
+    def may_transfer(self, request: Request) -> bool:
+        return request.lora_request is None or bool(request.report.adapter_digest)
+
     def on_new_request(self, request: Request) -> None:
-        if not self._takes or not self._is_known or not self.may_transfer(request):
+        if not self._takes or request.lora_request is not None:
             return
         params = _params_of(request)
         if params is not None and params.do_remote_prefill and params.remote_request_id:
@@ -185,14 +203,20 @@ class PeerScheduler(KVConnectorScheduler):
             if sites is not None:
                 self._offers[request.request_id] = params, sites
                 self._message.setdefault("keep", []).append((params.remote_request_id, sites))
-        elif self._extra["tiers"] and not request.skip_reading_prefix_cache:
-            stop = min((request.num_tokens - 1) // self.block_size, MAX_KEYS // len(self.specs))
-            hashes = request.block_hashes[:stop]
-            stop = len(hashes)
-            if hashes:
-                keys = [(group_id, digest) for group_id in range(len(self.specs)) for digest in hashes]
-                self._asked[request.request_id] = _Asked(stop)
-                self._message.setdefault("ask", {})[request.request_id] = keys
+        else:
+            self._ask_tiers(request)
+
+    def _ask_tiers(self, request: Request) -> bool:
+        """Asks which blocks of a request the tiers have. Returns False if there is nothing to ask."""
+        if not self._extra["tiers"] or request.skip_reading_prefix_cache:
+            return False
+        stop = min((request.num_tokens - 1) // self.block_size, MAX_KEYS // len(self.specs))
+        hashes = stored_hashes(request, self.block_size)[:stop]
+        if hashes:
+            keys = [(group_id, digest) for group_id in range(len(self.specs)) for digest in hashes]
+            self._asked[request.request_id] = _Asked(hashes)
+            self._message.setdefault("ask", {})[request.request_id] = keys
+        return bool(hashes)
 
     def _find_sites(self, params: TransferParams) -> list[Site] | None:
         """Returns where the workers of another engine serve, by rank; None if nothing may be taken from there."""
@@ -235,11 +259,14 @@ class PeerScheduler(KVConnectorScheduler):
             return [self._match_offer(request, num_computed_tokens, *offer)]
         asked = self._asked.get(request.request_id)
         if asked is None:
-            return []
+            is_first = not (request.num_preemptions or request.num_computed_tokens)
+            if request.lora_request is None or not is_first or not self._takes:
+                return []
+            return None if self._ask_tiers(request) else []  # what its adapter is made of is known only now
         if len(asked.answers) < self._num_workers:
             return None
-        size = asked.num_blocks
-        return [self._match_tier(request, num_computed_tokens, size, *tier) for tier in asked.join().items()]
+        hashes = asked.hashes
+        return [self._match_tier(request, num_computed_tokens, hashes, *tier) for tier in asked.join().items()]
 
     def _match_offer(self, request: Request, start: int, params: TransferParams, sites: list[Site]) -> ExternalMatch:
         """Returns the match of what another engine holds: of groups with a window only the blocks at its end."""
@@ -256,11 +283,13 @@ class PeerScheduler(KVConnectorScheduler):
         load = {"peers": sites, "lease": params.remote_request_id}
         return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
 
-    def _match_tier(self, request: Request, start: int, num_asked: int, address: str, bits: int) -> ExternalMatch:
+    def _match_tier(
+        self, request: Request, start: int, asked: list[BlockHash], address: str, bits: int
+    ) -> ExternalMatch:
         places = {
-            (group_id, digest): bool(bits >> group_id * num_asked + index & 1)
+            (group_id, digest): bool(bits >> group_id * len(asked) + index & 1)
             for group_id in range(len(self.specs))
-            for index, digest in enumerate(request.block_hashes[:num_asked])
+            for index, digest in enumerate(asked)
         }
         num_tokens = find_longest_match(
             self.specs, request, start, lambda group_id, digest: places.get((group_id, digest), False)
@@ -357,6 +386,8 @@ class PeerScheduler(KVConnectorScheduler):
             self._server_states[output.rank] = info["store_state"]
         if "puts" in info and self.remote_saves is not None:
             self.remote_saves.add(output.rank, info["puts"])
+        if self.stored is not None and "watched" in info and info["generation"] == self._generation:
+            self.stored.update(output.rank, *info["watched"])
         if "dropped" in info:
             self._drops.add(output.rank, *info["dropped"])
         for request_id, found in info.get("have", {}).items():
@@ -387,6 +418,8 @@ class PeerScheduler(KVConnectorScheduler):
         self._identities.clear()
         self._asked.clear()
         self._limits.forget_all()
+        if self.stored is not None:
+            self.stored.clear()
 
 
 def _params_of(request: Request) -> TransferParams | None:

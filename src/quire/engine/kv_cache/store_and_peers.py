@@ -17,6 +17,7 @@ from quire.engine.kv_cache.connector import NO_MATCH, BlockChoice, ExternalMatch
 from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
 from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
+from quire.engine.kv_cache.stored_blocks import StoresBlocks
 from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash
 from quire.wire.execution import SchedulerOutput
@@ -46,7 +47,8 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         share = config.kv_transfer_config.audit_share
         self.audits = LoadAudits(share, DISK, TIER) if share else None
-        self.stored = self._store.stored
+        stored = [one for one in (self._store.stored, self._peers.stored) if one is not None]
+        self.stored = StoresBlocks(*stored) if stored else None
         self.remote_saves = self._peers.remote_saves
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 

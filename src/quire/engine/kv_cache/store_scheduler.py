@@ -74,7 +74,7 @@ class StoreScheduler(KVConnectorScheduler):
         """Number of times that the weights were replaced."""
         self._had_namespace = False
         self._is_resetting = False
-        self.stored = StoredBlocks(self._num_workers) if extra.get("publish_store") else None
+        self.stored: StoredBlocks | None = StoredBlocks(self._num_workers) if extra.get("publish_store") else None
         self.audits = LoadAudits(transfer.audit_share, SOURCE) if transfer.audit_share else None
 
     @classmethod

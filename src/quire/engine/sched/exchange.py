@@ -284,6 +284,9 @@ class KVExchange(NoExchange, AdmissionGate):
     def on_new_request(self, request: Request) -> None:
         self._steps.is_idle = False
         self.connector.on_new_request(request)
+        self._send_message()
+
+    def _send_message(self) -> None:
         params = self.connector.take_message()
         if params:
             self.link.send(KVConnectorMetadata(params=params))
@@ -357,6 +360,7 @@ class KVExchange(NoExchange, AdmissionGate):
         matches = self.connector.find_matches(request, num_hits)
         if matches is None:
             self._waits[request] = None
+            self._send_message()
             if self.connector.asks_again:
                 self._deferred.append(request)
             return True
@@ -564,9 +568,7 @@ class KVExchange(NoExchange, AdmissionGate):
     def reset_store(self, *, can_wait: bool) -> bool | Future[bool]:
         self._steps.is_idle, self._declined = False, None
         end = self.connector.reset_cache()
-        params = self.connector.take_message()
-        if params:
-            self.link.send(KVConnectorMetadata(params=params))
+        self._send_message()
         if can_wait or isinstance(end, bool):
             return end
         self._await(end.done, RESET_S)

@@ -26,7 +26,9 @@ from quire.wire.kv_peers import (
     PUT_CREDIT,
     Bitmap,
     Block,
+    Changes,
     Credit,
+    Cursor,
     Drop,
     Get,
     Gone,
@@ -39,6 +41,7 @@ from quire.wire.kv_peers import (
     RecordName,
     Refused,
     Taken,
+    Watch,
     Welcome,
     client_tag,
     curve_keys,
@@ -60,7 +63,7 @@ MAX_IDLE = 4
 
 _NAME = re.compile(r"ipc://.+|[A-Za-z0-9._-]+")
 
-Answer = TypeVar("Answer", Welcome, Bitmap, Taken)
+Answer = TypeVar("Answer", Welcome, Bitmap, Taken, Changes)
 Result = TypeVar("Result")
 Record = tuple[bytes | memoryview, memoryview]
 """Header with tag, and payload."""
@@ -208,6 +211,11 @@ class PeerConnection:
         """Deletes all records of the session's fingerprint. Returns DROPPED, or why they are not deleted."""
         self.send(Drop(0))
         return self._await(Taken, timeout_s, is_cancelled).outcome
+
+    def watch(self, cursor: Cursor, is_cancelled: Callable[[], bool]) -> Changes:
+        """Returns which blocks of the session's fingerprint were added and removed since a cursor."""
+        self.send(Watch(cursor))
+        return self._await(Changes, None, is_cancelled)
 
     def _await_taken(self, number: int, is_cancelled: Callable[[], bool]) -> tuple[int, str]:
         taken = self._await(Taken, None, is_cancelled)

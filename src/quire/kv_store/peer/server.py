@@ -30,6 +30,7 @@ from quire.kv_store.extent import open_extent, read_header, read_into
 from quire.kv_store.index import StoreIndex, StoreScanner
 from quire.kv_store.peer.taker import RecordTaker
 from quire.kv_store.record import TAG_BYTES, InvalidRecordError, RecordMac
+from quire.kv_store.watch import ChangeLog, StoreWatcher
 from quire.logger import init_logger
 from quire.wire.kv_peers import (
     MAX_CREDIT,
@@ -38,7 +39,9 @@ from quire.wire.kv_peers import (
     PUT_CREDIT,
     Bitmap,
     Block,
+    Changes,
     Credit,
+    Cursor,
     Drop,
     Get,
     Gone,
@@ -53,6 +56,7 @@ from quire.wire.kv_peers import (
     Release,
     Renew,
     Taken,
+    Watch,
     Welcome,
     client_tag,
     curve_keys,
@@ -109,6 +113,10 @@ class BlockSource(ABC):
         with those of `put`."""
         raise NotImplementedError
 
+    def find_changes(self, fingerprint: bytes, cursor: Cursor) -> Changes | None:
+        """Returns which blocks were added and removed since a cursor; None: that is not known here."""
+        return None
+
     def is_expected(self, lease: str) -> bool:
         """Returns whether a lease may begin soon."""
         return False
@@ -139,6 +147,8 @@ class DirectorySource(BlockSource):
         self._taker = RecordTaker(directory, max_write_bytes_per_s) if max_write_bytes_per_s else None
         self.takes_records = self._taker is not None
         self._indexes: dict[bytes, tuple[StoreIndex, StoreScanner]] = {}
+        self._logs: dict[bytes, tuple[ChangeLog, StoreScanner]] = {}
+        """Changes of the namespaces that clients watch."""
         self._descriptors: dict[str, int] = {}
 
     def accepts(self, fingerprint: bytes) -> bool:
@@ -189,6 +199,14 @@ class DirectorySource(BlockSource):
         index, _ = self._indexes[fingerprint]
         self._taker.drop(fingerprint, index.scan, report)
 
+    def find_changes(self, fingerprint: bytes, cursor: Cursor) -> Changes:
+        if fingerprint not in self._logs:
+            if len(self._logs) >= MAX_NAMESPACES:
+                self._logs.pop(next(iter(self._logs)))[1].stop()
+            log = ChangeLog()
+            self._logs[fingerprint] = log, StoreScanner(StoreWatcher(self._directory, fingerprint, log.add))
+        return self._logs[fingerprint][0].read(cursor)
+
     def _open(self, extent: str) -> int:
         descriptor = self._descriptors.get(extent)
         if descriptor is None:
@@ -207,7 +225,7 @@ class DirectorySource(BlockSource):
     def close(self) -> None:
         if self._taker is not None:
             self._taker.close()
-        for _, scanner in self._indexes.values():
+        for _, scanner in (*self._indexes.values(), *self._logs.values()):
             scanner.stop()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
@@ -383,6 +401,12 @@ class BlockServer:
                 self.source.renew(message.leases, time.monotonic())
             case Release():
                 self.source.release(message.leases)
+            case Watch():
+                changes = self.source.find_changes(session.hello.fingerprint, message.cursor)
+                if changes is None:
+                    self._refuse(name, "watch")
+                else:
+                    self._send(name, changes)
             case Put() | Drop():
                 is_whole = bool(frames) == isinstance(message, Put)
                 if not self.source.takes_records or session.num_puts >= PUT_CREDIT or not is_whole:

@@ -36,7 +36,7 @@ from quire.wire.kv_transfer import (
 from quire.worker.kv_transfer.audit import RemoteAudit
 from quire.worker.kv_transfer.record_worker import RecordWorker
 from quire.worker.kv_transfer.remote_saves import RemoteSave, RemoteSaver
-from quire.worker.kv_transfer.tiers import Answers, TierAsker
+from quire.worker.kv_transfer.tiers import Answers, ServerWatcher, TierAsker
 from quire.worker.kv_transfer.transfers import PROGRESS_S, Namespace
 from quire.worker.kv_transfer.worker import Report
 
@@ -306,6 +306,9 @@ class PeerWorker(RecordWorker):
             self.saver = RemoteSaver(
                 self._client, extra["tiers"][0], copied, partial(self._tell, "store_state"), partial(self._tell, "puts")
             )
+        self._watcher: ServerWatcher | None = None
+        """Thread that follows the first block server, for KV cache events."""
+        self._watch_lock = threading.Lock()
         self._keeper = _Tasks("kv-peer-keep", every=self._renew)
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -362,6 +365,22 @@ class PeerWorker(RecordWorker):
     def watch(self, fingerprint: bytes, generation: int) -> None:
         if self.saver is not None:
             self.saver.begin(fingerprint)
+        extra = self.config.kv_transfer_config.kv_connector_extra_config
+        with self._watch_lock:
+            self._stop_watching(time.monotonic())
+            if extra.get("publish_store") and not self.is_closed.is_set():
+                report = partial(self._report_changes, generation)
+                self._watcher = ServerWatcher(self._client, extra["tiers"][0], fingerprint, report)
+
+    def _report_changes(
+        self, generation: int, added: Sequence[RecordName], removed: Sequence[RecordName], is_new: bool
+    ) -> None:
+        self._report(KVConnectorOutput(info={"watched": [added, removed, is_new], "generation": generation}))
+
+    def _stop_watching(self, deadline: float) -> bool:
+        """Returns False if the thread hangs."""
+        watcher, self._watcher = self._watcher, None
+        return watcher is None or watcher.stop(deadline)
 
     def describe(self) -> dict[str, Any]:
         if self._server is None:
@@ -375,6 +394,8 @@ class PeerWorker(RecordWorker):
     def stop_threads(self) -> bool:
         deadline = time.monotonic() + END_S
         num_hung = sum(not threads.stop(deadline) for threads in (self._loads, self._tiers, self._keeper))
+        with self._watch_lock:
+            num_hung += not self._stop_watching(deadline)
         if self.saver is not None:
             num_hung += not self.saver.stop(deadline)
         if self._server is not None:

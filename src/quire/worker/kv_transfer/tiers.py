@@ -3,6 +3,7 @@
 A request waits for the answer, so it is bounded: a server has ASK_S, whatever it does. One that fails is not asked
 again before a question of its own thread, which no request waits for, was answered; that is tried after rests that
 become longer (`kv_store/rests.py`). An order to drop records is given to a server that rests, too: it has DROP_S.
+For KV cache events a thread follows what a server holds.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from functools import partial
 from quire.kv_store.peer.client import PeerClient, PeerError, retry_stale
 from quire.kv_store.rests import Rests
 from quire.logger import init_logger
-from quire.wire.kv_peers import DROP_S, DROPPED, RecordName, pack_bits
+from quire.wire.kv_peers import DROP_S, DROPPED, NO_CURSOR, RecordName, pack_bits
 
 logger = init_logger(__name__)
 
 ASK_S = 0.25
 """Time in which a block server must say what it has."""
 
+WATCH_S = 1.0
+"""Time between two questions for changes."""
+FORGET_S = 30.0
+"""Time without an answer after which a server is taken to hold nothing."""
 Answers = dict[str, bytes]
 """Bits (`pack_bits`) of what a server has, by its address."""
+
+
+Watched = Callable[[Sequence[RecordName], Sequence[RecordName], bool], None]
+"""Takes blocks that a server holds from now on, and that it does not hold any more; True: also none of those before."""
 
 
 class _DropOrder:
@@ -251,3 +260,54 @@ class TierAsker:
             if question.end():
                 for server in self._servers:
                     server.note_late(question)
+
+
+class ServerWatcher:
+    """Follows which blocks of one namespace a server holds, by a question each WATCH_S. A server that is away is taken
+    to hold what it held, for FORGET_S."""
+
+    def __init__(self, client: PeerClient, address: str, fingerprint: bytes, report: Watched) -> None:
+        self._client, self._address, self._fingerprint, self._report = client, address, fingerprint, report
+        self._cursor = NO_CURSOR
+        self._rests = Rests()
+        self._answered_ts = time.monotonic()
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-tier-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self, deadline: float) -> bool:
+        """Ends the thread. Returns False if it hangs."""
+        self._is_stopped.set()
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        seconds = 0.0
+        while not self._is_stopped.wait(seconds):
+            try:
+                seconds = 0.0 if retry_stale(self._ask) else WATCH_S
+            except Exception as e:
+                seconds = self._note_fault(e)
+
+    def _ask(self) -> bool:
+        """Asks for changes and reports them. Returns whether there are more already. Raises PeerError."""
+        is_stopped = self._is_stopped.is_set
+        with self._client.connect(self._address, self._fingerprint, is_cancelled=is_stopped) as peer:
+            changes = peer.watch(self._cursor, is_stopped)
+        self._rests.note_good(self._address)
+        self._answered_ts = time.monotonic()
+        is_new = changes.is_new and self._cursor != NO_CURSOR
+        self._cursor = changes.cursor
+        if changes.added or changes.removed or is_new:
+            self._report(changes.added, changes.removed, is_new)
+        return changes.has_more
+
+    def _note_fault(self, why: object) -> float:
+        """Returns the seconds until the next question."""
+        now = time.monotonic()
+        if not self._rests.seconds_left(self._address, self._answered_ts):
+            logger.info("what %s holds is not followed: %s", self._address, why)
+        if self._cursor != NO_CURSOR and now - self._answered_ts >= FORGET_S:
+            self._cursor = NO_CURSOR
+            self._report([], [], True)
+        return self._rests.note_fault(self._address, now)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine_args import EngineArgs
+from quire.engine.kv_cache.changes import Change, TierBlocks
 from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch
-from quire.engine.kv_cache.hashing import make_block_hasher
+from quire.engine.kv_cache.hashing import make_block_hasher, stored_hashes
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_and_peers import StoreAndPeersScheduler
 from quire.engine.request import Request, RequestStatus
@@ -368,6 +370,68 @@ def test_records_are_dropped_when_all_servers_of_all_workers_have(caplog: pytest
     peers.shutdown()
     assert third.result(timeout=0) is False
     assert Half().half.reset_cache() is True, "there are no servers"
+
+
+def test_blocks_with_an_adapter_are_asked_for_once_its_content_is_known() -> None:
+    """A lease of another engine is not taken: its hashes have the adapter's name."""
+    half = Half(tiers=["tcp://a:1"])
+    request = half.add(OFFER, lora_request=LoRARequest("l", 1, "/l"))
+    peers = half.half
+    assert peers.take_message() is None
+    assert not peers.may_transfer(request)
+    request.report.adapter_digest = "d" * 64
+    assert peers.may_transfer(request)
+    hashes = stored_hashes(request, SIZE)[:7]
+    assert hashes[0] != request.block_hashes[0]
+    assert half.match(request) is None
+    assert half.match(request) is None
+    assert peers.take_message() == {"ask": {"r": [(0, digest) for digest in hashes]}}
+    answer = {"have": {"r": {"tcp://a:1": pack_bits([True] * 3 + [False] * 4)}}}
+    peers.update_connector_output(KVConnectorOutput(info=answer))
+    assert half.match(request) == ExternalMatch(12, "remote:tcp://a:1", {"peers": [("tcp://a:1", "")]})
+    request.report.adapter_digest, request.report.stored_hashes = "e" * 64, []
+    assert half.match(request) == NO_MATCH, "the adapter was loaded again, from other files"
+    peers.request_started(request)
+    request.report.num_preemptions = 1
+    assert half.match(request) == NO_MATCH
+    assert peers.take_message() is None, "it is asked about once"
+    whole = half.add(lora_request=LoRARequest("l", 1, "/l"))
+    whole.report.adapter_digest = "d" * 64
+    assert whole.sampling_params is not None
+    whole.sampling_params.skip_reading_prefix_cache = True
+    assert half.match(whole) == NO_MATCH, "it is computed"
+    assert Half(role="kv_producer", tiers=["tcp://a:1"]).match(request) == NO_MATCH
+
+
+def test_what_a_server_holds_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Half(tiers=["tcp://a:1"], publish_store=True)
+    peers, block = half.half, [0, b"d" * 32]
+
+    def tell(generation: int, *report: Any) -> list[Change]:
+        info = {"watched": report, "generation": generation}
+        peers.update_connector_output(KVConnectorOutput(info=info))
+        assert peers.stored is not None
+        return peers.stored.take(everything=False)
+
+    there = TierBlocks(0, [b"d" * 32], is_stored=True, locality="REMOTE")
+    assert tell(0, [block], [], False) == [there]
+    assert tell(1, [], [block], False) == [], "of other weights"
+    peers.set_weights("other")
+    assert tell(0, [block], [], False) == [replace(there, is_stored=False)]
+    assert Half(tiers=["tcp://a:1"]).half.stored is None
+    (tmp_path / "key").write_bytes(bytes(32))
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "key"))
+    config = peers.config
+    with pytest.raises(ConfigError, match="enable events with --kv-events-config"):
+        PeerScheduler.check_config(config)
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    extra = {"path": str(tmp_path / "own"), "tiers": ["tcp://a:1"], "publish_store": True}
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
+    args = EngineArgs(
+        "demo", kv_transfer_config={**transfer, "kv_connector_extra_config": extra}, kv_events_config=events
+    )
+    PeerScheduler.check_config(args.create_engine_config())
 
 
 def test_puts_of_all_workers_are_counted() -> None:

@@ -515,6 +515,21 @@ def test_later_is_asked_again_in_each_step(filled: FakeTier) -> None:
     engine.finish()
 
 
+def test_a_message_of_a_postponed_answer_is_sent_at_once(filled: FakeTier) -> None:
+    engine, sent = Engine(filled), list[KVConnectorMetadata]()
+    connector: Any = engine.exchange.connector
+    connector.asks_again, filled.asks_again = False, True
+    connector.take_message = lambda: {"ask": 1}
+    send, engine.exchange.link.send = engine.exchange.link.send, sent.append
+    engine.add("a")
+    engine.step()
+    assert [orders.params for orders in sent] == [{"ask": 1}, {"ask": 1}], "when it was added, and when it was its turn"
+    engine.exchange.link.send, filled.asks_again = send, False
+    engine.exchange.link.put(KVConnectorOutput())
+    engine.finish()
+    assert engine.prefills["a"].num_external_cached_tokens == 28
+
+
 def test_who_must_compute_all_or_has_an_adapter_does_not_load(filled: FakeTier) -> None:
     engine = Engine(filled)
     engine.add("a", skips=True)
