@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, EngineArgs, LoRARequest, SamplingParams
+from quire.cli.replay_report import read_recording
 from quire.engine.kv_cache.changes import Change
 from quire.engine.kv_cache.loader import BlockLoader
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
@@ -79,8 +80,11 @@ def test_an_engine_that_reads_has_the_bits_of_one_that_computes(kind: str, is_co
     with engine(model, directory, kv_store_compress=is_compressed) as llm:  # it has written what it has computed
         assert answer(llm) == (expected, 0)
     assert codecs_of(directory) == {CODEC_PLANES if is_compressed else CODEC_RAW}
-    with engine(model, directory, max_num_batched_tokens=64, max_num_seqs=8) as llm:
+    recording = tmp_path / "recording"
+    with engine(model, directory, max_num_batched_tokens=64, max_num_seqs=8, record=str(recording)) as llm:
         assert answer(llm) == (expected, NUM_STORED * 16)
+    replayed, _ = read_recording(str(recording))
+    assert (replayed.difference, replayed.loads, replayed.num_loaded_tokens) == (None, {"ok": 1}, NUM_STORED * 16)
     with engine(make_tiny_checkpoint(tmp_path / "other", kind, seed=1), directory) as llm:
         found, num_cached = answer(llm)
         assert num_cached == 0, "other weights"

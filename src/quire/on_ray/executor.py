@@ -12,7 +12,6 @@ import dataclasses
 import os
 import secrets
 import signal
-import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -114,13 +113,9 @@ class RayExecutor(MultiprocExecutor):
 
     def _make_hub(self, parts: Sequence[int]) -> WorkerHub:
         ip, key = ray.util.get_node_ip_address(), secrets.token_bytes(32)
-        with socket.create_server((ip, 0)) as free:
-            port = free.getsockname()[1]
-        parallel = dataclasses.replace(self.config.parallel_config, master_addr=ip, master_port=port)
-        config = dataclasses.replace(self.config, parallel_config=parallel)
-        hub = WorkerHub(config, key, parts, self._late.theirs.send, self._waiter.bell)
+        hub = WorkerHub(self.config, key, parts, self._late.theirs.send, self._waiter.bell, host=ip)
         try:
-            self._start_actors(config, key, len(parts))
+            self._start_actors(hub.config, key, len(parts))
         except BaseException:
             hub.end()
             raise

@@ -190,6 +190,12 @@ class SecureEnd:
                 "the first of two free ports there for each engine"
             ) from e
 
+    @property
+    def port(self) -> int:
+        """Returns the port that it listens at: another than that of its address if that is 0."""
+        address: Any = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+        return int(address.rpartition(b":")[2])
+
     def close(self) -> None:
         """Closes the socket; messages linger as it was made to."""
         self.socket.close()

@@ -8,6 +8,7 @@ that the workers of this machine read, too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import secrets
@@ -208,15 +209,24 @@ class WorkerHub(threading.Thread):
         parts: Sequence[int],
         late: Callable[[bytes], object],
         bell: int = NO_BELL,
+        host: str | None = None,
     ) -> None:
         """`parts`: workers on each machine, this one first. `late` gets answers beside the steps; `bell` wakes the
-        reader of the others. Raises ConfigError if the addresses cannot be listened on."""
+        reader of the others. `host`: the address of this machine, which it listens at with a free port; None: at
+        --master-addr and --master-port. Raises ConfigError if the addresses cannot be listened on."""
         super().__init__(name="WorkerHub", daemon=True)
         parallel = config.parallel_config
+        silence_s = parallel.engine_link_timeout_s
+        place = (parallel.master_addr, parallel.workers_port) if host is None else (host, 0)
+        address, _ = link_addresses(*place)
+        self._end = SecureEnd(address, fleet_key, silence_s, bind=True, linger_ms=LINGER_MS)
+        if host is not None:
+            parallel = dataclasses.replace(parallel, master_addr=host, master_port=self._end.port)
+            config = dataclasses.replace(config, parallel_config=parallel)
+        self.config = config
+        """The configuration, with the address of this link."""
         self._table, self._take_late = MachineTable(config, parts), late
         self._topology = Topology(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size)
-        silence_s = parallel.engine_link_timeout_s
-        self._end = SecureEnd(self._table.address, fleet_key, silence_s, bind=True, linger_ms=LINGER_MS)
         self._end.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error shows that a node is gone
         self._monitor = self._end.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
         session, address = self._table.session, self._table.exchange_address

@@ -20,6 +20,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.server import decode_config
 from quire.engine.executor import worker_hub, worker_node
 from quire.engine.executor.multiproc import MultiprocExecutor
 from quire.engine.executor.worker_node import WorkersMachine, WorkersNode
@@ -31,7 +32,7 @@ from quire.wire.heartbeat import WorkerEnd
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.lora import AdapterInfo, AdapterLoad
 from quire.wire.nodes import make_fleet_key, read_fleet_key
-from quire.wire.worker_link import Abort, WorkersHello, WorkersRefusal, WorkersWelcome
+from quire.wire.worker_link import TO_NODE, Abort, SecureEnd, WorkersHello, WorkersRefusal, WorkersWelcome
 from tests.ports import free_ports
 
 from .test_multiproc import is_gone, step
@@ -397,3 +398,23 @@ def test_an_address_that_is_in_use_is_named(machines: Callable[..., Machines]) -
         pytest.raises(ConfigError, match="cannot be listened on: Address already in use"),
     ):
         worker_hub.WorkerHub(both.config(0), secrets.token_bytes(32), [1, 1], lambda _: None)
+
+
+def test_a_free_port_is_kept_from_when_it_was_found(machines: Callable[..., Machines]) -> None:
+    """Machines that Ray starts are given the port; no other program gets it in between."""
+    key, own = secrets.token_bytes(32), machines().config(0)
+    hub = worker_hub.WorkerHub(own, key, [1, 1], lambda _: None, host="127.0.0.1")
+    port = hub.config.parallel_config.master_port
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port))
+    hub.start()
+    node = SecureEnd(f"tcp://127.0.0.1:{port}", key, 5.0, bind=False, identity=b"node")
+    hello = WorkersHello(PROTOCOL_VERSION, 1, 2, worker_hub.describe_workers(own), "host", b"7")
+    node.socket.send(msgspec.msgpack.encode(hello))
+    hub.wait()
+    welcome: Any = TO_NODE.decode(node.socket.recv_multipart()[0])
+    assert decode_config(welcome.engine_config).parallel_config.master_port == port
+    hub.end()
+    node.close()
+    for worker in hub.workers:
+        worker.end()

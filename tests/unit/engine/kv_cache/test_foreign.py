@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 import torch
 
+from quire.cli.replay_report import read_recording
 from quire.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from quire.config.hf_config import HFConfig
 from quire.config.kv_transfer import CONNECTORS, FOREIGN, KVTransferConfig
 from quire.config.model import ModelConfig
+from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor.late_answers import MAX_BYTES, TransferReports
@@ -146,7 +148,9 @@ def settle(module: str, name: str, policy: str = "recompute", **extra: Any) -> K
 class Engine:
     """A core whose answers are compared with the model's."""
 
-    def __init__(self, transfer: KVTransferConfig, num_blocks: int = 40, parallel: str = "") -> None:
+    def __init__(
+        self, transfer: KVTransferConfig, num_blocks: int = 40, parallel: str = "", record: Path | None = None
+    ) -> None:
         hf_config = HFConfig({"max_position_embeddings": 64}, Path())
         config = EngineConfig(
             model_config=ModelConfig(max_model_len=-1, hf_config=hf_config),
@@ -154,11 +158,14 @@ class Engine:
             scheduler_config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
             parallel_config=ParallelConfig(**{parallel: 2} if parallel else {}),
             kv_transfer_config=replace(transfer, kv_connector="TwoFakeMemories" if parallel else "FakeMemory"),
+            observability_config=ObservabilityConfig(record=None if record is None else str(record)),
         )
         self.core = EngineCore(config, FakeExecutor, True)
         executor, scheduler = self.core.executor, self.core.scheduler
         assert isinstance(executor, FakeExecutor)
-        self.executor, self.scheduler, self.exchange = executor, scheduler, scheduler.exchange  # type: ignore[attr-defined]
+        self.executor = executor
+        self.scheduler: Any = getattr(scheduler, "observed", scheduler)
+        self.exchange = getattr(self.scheduler.exchange, "watched", self.scheduler.exchange)
         half = self.exchange.connector
         assert isinstance(half, ForeignScheduler)
         workers = executor.transfers.workers if isinstance(executor.transfers, TwoHalves) else [executor.transfers]
@@ -610,6 +617,29 @@ def test_reports_are_bounded(saved_by_two: Path) -> None:
     assert set().union(*(output.invalid_block_ids for output in outputs)) == set(range(5000, 10000))
     first = next(index for index, output in enumerate(outputs) if output.finished_recving)
     assert not any(output.invalid_block_ids for output in outputs[first + 1 :])
+
+
+def test_recordings_replay_without_the_connector(tmp_path: Path) -> None:
+    """Blocks that are held until they were sent, loads that wait, and one whose failure ends its request."""
+    DiskConnector.may_load.set()
+    options = {"shared_storage_path": str(tmp_path / "store"), "is_async": True, "sends": True}
+    run(settle(DISK, "DiskConnector", **options)).core.shutdown()
+    for policy in ("recompute", "fail"):
+        path = tmp_path / policy
+        engine = Engine(settle(DISK, "DiskConnector", policy=policy, **options), num_blocks=20, record=path)
+        engine.add("a")
+        engine.finish()
+        engine.step(3)
+        assert engine.held() == {}
+        engine.worker_half._load = lambda blocks, half=engine.worker_half: half.invalid.update(i for _, i in blocks)
+        assert engine.core.lifecycle.reset_prefix_cache()
+        engine.add("b", max_tokens=2)
+        engine.finish()
+        assert engine.reasons["b"] is (FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH)
+        engine.core.shutdown()
+        found, _ = read_recording(str(path))
+        assert found.difference is None
+        assert found.loads == {"ok": 1, "failed": 1}
 
 
 def test_several_stages_need_a_connector_that_knows_them() -> None:
