@@ -34,6 +34,9 @@ from quire.worker.kv_transfer import tiers
 from tests.adapters import tensors, write_adapter
 from tests.unit.engine.kv_cache.disk_connector import DiskConnector
 
+from .test_oracle import FEW_BLOCKS
+from .test_sessions import DRAFTS, answers, make_engine
+
 PROMPT = {"prompt_token_ids": [3 + i * i % 200 for i in range(200)]}
 NUM_STORED = 200 // 16
 RECIPE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "add_a_connector.md"
@@ -89,6 +92,27 @@ def test_an_engine_that_reads_has_the_bits_of_one_that_computes(kind: str, is_co
         found, num_cached = answer(llm)
         assert num_cached == 0, "other weights"
         assert found != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("drafts", [None, DRAFTS, {"method": "draft_model", "num_speculative_tokens": 3}])
+def test_sessions_with_drafts_read_what_was_computed(kind: str, drafts: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Sessions, chunks, preemptions and drafts: each answer is the one of an engine without a store."""
+    model = str(make_tiny_checkpoint(tmp_path / kind, kind))
+    if drafts is not None and drafts["method"] == "draft_model":
+        drafts = drafts | {"model": str(make_tiny_checkpoint(tmp_path / "draft", kind, seed=1))}
+    flags = {"dtype": "bfloat16", "max_num_batched_tokens": 64, "max_num_seqs": 16, "speculative_config": drafts}
+    flags |= {**FEW_BLOCKS, "num_gpu_blocks_override": 42 if kind == "llama" else 60}  # gemma2 has two groups
+    expected, num_preemptions = answers(make_engine(model, **flags))
+    assert num_preemptions
+    for is_first in (True, False):
+        llm = make_engine(model, **flags, kv_store=str(tmp_path / "store"), kv_store_size=1 << 30)
+        assert answers(llm)[0] == expected
+        metrics = llm.pipeline.stats.metrics
+        assert metrics is not None
+        assert is_first or metrics.snapshot().value("vllm:prompt_tokens_cached_by_source", "disk") > 0
+        llm.shutdown()
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

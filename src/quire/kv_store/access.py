@@ -223,6 +223,8 @@ class StoreWriter:
     def _rest(self, error: OSError, reason: str, seconds: float) -> str:
         if seconds >= REST_S:
             why = error.strerror or error
+            if error.errno == errno.ENOENT:
+                why = "its directory was deleted; start the server again, which makes it anew"
             logger.warning("the KV store %s is not written to for %.0f s: %s", self._directory.path, seconds, why)
         self._rest_ts, self._rest_reason = self._clock() + seconds, reason
         return reason

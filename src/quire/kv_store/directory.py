@@ -358,7 +358,8 @@ def _read_key(path: Path, name: str, *, is_secret_mount: bool = False) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners:
-            raise ConfigError(f"the key of the KV store, {name}, is not a file of this user; delete it, or use another")
+            remedy = "name another" if is_secret_mount else "delete it, or use another directory"
+            raise ConfigError(f"the key of the KV store, {name}, is not a file of this user; {remedy}")
         if status.st_mode & forbidden:
             raise ConfigError(f"the key of the KV store, {name}, can be read by others; chmod 600 it, or delete it")
         key = os.read(descriptor, KEY_BYTES + 1)

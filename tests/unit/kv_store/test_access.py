@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,9 @@ def test_a_full_extent_is_sealed_and_followed_by_another(store: StoreDirectory, 
     assert all(index.contains(digest_of(number), 0) for number in range(50))
 
 
-def test_an_extent_that_was_deleted_is_not_written_to(store: StoreDirectory, writer: StoreWriter) -> None:
+def test_an_extent_that_was_deleted_is_not_written_to(
+    store: StoreDirectory, writer: StoreWriter, caplog: pytest.LogCaptureFixture
+) -> None:
     write(writer, 1)
     for file in store.list_extents():
         store.remove(file.name)
@@ -69,6 +72,9 @@ def test_an_extent_that_was_deleted_is_not_written_to(store: StoreDirectory, wri
     index = StoreIndex(store, FINGERPRINT)
     index.scan()
     assert (index.contains(digest_of(1), 0), index.contains(digest_of(2), 0)) == (False, True)
+    shutil.rmtree(store.path)
+    assert write(writer, 3) == "error"
+    assert f"{store.path} is not written to for 60 s: its directory was deleted; start" in caplog.text
 
 
 def test_an_extent_is_sealed_after_ten_minutes(store: StoreDirectory, writer: StoreWriter, clock: Clock) -> None:

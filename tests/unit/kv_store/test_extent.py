@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,11 @@ from quire.kv_store.extent import (
 )
 from quire.kv_store.record import TAG_BYTES, RecordMac
 
-from .stores import FINGERPRINT, KEY, header_of, open_store, payload_of
+from .stores import FINGERPRINT, KEY, PAYLOAD_BYTES, digest_of, header_of, open_store, payload_of
 
 NAMESPACE = FINGERPRINT.hex()[:16]
+GOLDEN_TABLE = "7b94b2ef902efe94c9523548c128ef600bd47b41204c848c0b51091bc94c1749"
+"""SHA-256 of the table of two records."""
 
 
 @pytest.fixture
@@ -80,6 +84,18 @@ def test_an_open_extent_is_read_header_by_header_and_a_sealed_one_by_its_table(s
     assert read_records(descriptor) == [0, 1, 2]
     with pytest.raises(InvalidExtentError, match="another key"):
         read_table(descriptor, bytes(32))
+
+
+def test_golden_bytes_of_a_table(store: StoreDirectory) -> None:
+    name, entries = write(store, 2, is_sealed=True)
+    data = (store.path / name).read_bytes()[entries[-1].end :]
+    assert hashlib.sha256(data).hexdigest() == GOLDEN_TABLE, data.hex()
+    size = entries[0].end
+    packed = [digest_of(i) + struct.pack("<IIQQ", 0, size - PAYLOAD_BYTES, i * size, PAYLOAD_BYTES) for i in range(2)]
+    counts = struct.pack("<QII", 2 * size, 2, 1) + FINGERPRINT
+    assert data.startswith(b"".join(packed) + counts)
+    assert data.endswith(b"QUIREKVT")
+    assert len(data) == 2 * len(packed[0]) + len(counts) + TAG_BYTES + 8
 
 
 def test_no_byte_of_a_table_may_change_and_none_be_missing(store: StoreDirectory) -> None:

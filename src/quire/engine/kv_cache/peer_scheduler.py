@@ -61,8 +61,12 @@ logger = init_logger(__name__)
 
 SOURCE, TIER = "p2p", "remote"
 """Names of sources: other engines, and block servers."""
-UNFIT = ("unreachable", "silent", "refused")
-"""Reasons for a rest: nothing is taken from there."""
+UNFIT = {
+    "unreachable": "nothing listens there",
+    "silent": "it has not answered in time",
+    "refused": "it has another version, model, key or number of workers, or other weights or code",
+}
+"""Reasons for a rest, in which nothing is taken from there, and their sentences."""
 UNTRUE = (*UNFIT, *REJECTIONS, "gone")
 """The same, of a block server: it has just said that it has the block, and checks what it sends."""
 Site = tuple[str, str]
@@ -310,7 +314,8 @@ class PeerScheduler(KVConnectorScheduler):
             self._rests.note_good(address)
         elif result.reason in (UNFIT if "lease" in params else UNTRUE):
             seconds = self._rests.note_fault(address, time.monotonic())
-            logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, result.reason)
+            why = UNFIT.get(result.reason, f"it has not sent what it said it has ({result.reason})")
+            logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, why)
 
     def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
         return {"peers": (match.params or {})["peers"]}

@@ -1,7 +1,9 @@
 """A server of KV blocks: sends the records of a source to clients that have the key.
 
-One thread owns the socket. Whatever a client sends, it costs bounded memory: sessions, pulls and puts per session, keys
-per message and blocks on their way are limited, and a client that stops reading has no more blocks sent to it.
+One thread owns the socket. What it takes from clients costs bounded memory: sessions, pulls and puts per session, keys
+per message and blocks on their way are limited, and a client that stops reading has no more blocks sent to it. zmq does
+not bound the number of a message's frames: a client that never ends a message takes memory until it leaves. Beyond
+loopback and ipc:// only clients with the key get that far.
 """
 
 from __future__ import annotations

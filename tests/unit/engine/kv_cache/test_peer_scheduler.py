@@ -155,7 +155,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_peer_that_cannot_be_used_rests(clock: list[float]) -> None:
+def test_a_peer_that_cannot_be_used_rests(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
     half = Half()
     request = half.add(OFFER)
     order = LoadOrder(1, "p2p", 0, [], [], {"peers": [(ADDRESS, "i")], "lease": "lease"})
@@ -169,6 +169,7 @@ def test_a_peer_that_cannot_be_used_rests(clock: list[float]) -> None:
         assert half.match(request) == NO_MATCH
         clock[0] += 0.5
         assert half.match(request) is not NO_MATCH
+    assert f"nothing is taken from {ADDRESS} for 20 s: it has another version, model, key or" in caplog.text
     half.half.on_load_finished(order, LoadResult(1, 7, "ok"))
     half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="silent"))
     clock[0] += 5
