@@ -1105,7 +1105,8 @@ def test_blocks_with_an_adapter_that_is_not_known_by_its_files_are_noted_and_not
     engine.add("a", PROMPT[:SIZE], max_tokens=6)
     engine.step()
     known, saver = engine.scheduler.requests["a"], engine.exchange.saver
-    request: Any = SimpleNamespace(lora_request=LoRARequest("l", 1, "/l"), report=known.report, block_hashes=[b"hash"])
+    fields = {"sampling_params": known.sampling_params, "report": known.report, "block_hashes": [b"hash"]}
+    request: Any = SimpleNamespace(adapter=("l", 1), lora_request=LoRARequest("l", 1, "/l"), **fields)
     tables = engine.scheduler.kv_cache_manager.get_tables("a")
     saver.note_full(request, 0, 1, tables)
     saver.note_scheduled(100)
