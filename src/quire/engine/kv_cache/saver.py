@@ -339,8 +339,9 @@ class BlockSaver:
             if pool[block_id].forgotten_at <= noted_at:
                 names = columns.group_ids[i], columns.digests[i], columns.parents[i], adapters[i]
                 found[block_id] = _Postponed(*names, noted_at, computed_at)
-        self.postponed = found | self.postponed
         num_dropped = len(columns) - num_saved - len(found)
+        num_dropped += sum(self.postponed.pop(block_id, None) is not None for block_id in found)  # what they had before
+        self.postponed = found | self.postponed
         for block_id in list(islice(self.postponed, max(0, len(self.postponed) - MAX_POSTPONED))):
             del self.postponed[block_id]
             num_dropped += 1

@@ -23,6 +23,7 @@ from quire.engine.kv_cache import saver as saver_module
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock, KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
+from quire.engine.kv_cache.saver import _Postponed
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
@@ -663,6 +664,23 @@ def test_what_a_store_had_when_it_failed_is_postponed_within_a_bound(
     saver.end(SaveResult(save_id, 1, "partial", reason=AWAY), engine.clock.now)
     assert list(saver.postponed) == order.blocks.block_ids[2:6]
     assert saver.counts.num_dropped == {"evicted": 2}
+    engine.worker.kill()
+
+
+def test_a_block_that_is_postponed_twice_was_evicted_in_between(tier: FakeTier) -> None:
+    """Its first entry stays until it is offered, and a save of what the block has now may end with a failed store."""
+    engine = Engine(tier)
+    engine.worker.manners = ["hung"]
+    engine.add("a")
+    engine.step(2)
+    saver = engine.exchange.saver
+    ((save_id, order),) = saver.sent.items()
+    saver.postponed = {order.blocks.block_ids[3]: _Postponed(0, b"evicted", None, "", 0, 0.0)}
+    tier.takes_saves = False
+    saver.end(SaveResult(save_id, 0, "failed", reason=AWAY), engine.clock.now)
+    assert list(saver.postponed) == order.blocks.block_ids
+    assert saver.postponed[order.blocks.block_ids[3]].digest == order.blocks.digests[3]
+    assert saver.counts.num_dropped == {"evicted": 1}
     engine.worker.kill()
 
 
