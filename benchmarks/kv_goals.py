@@ -55,7 +55,7 @@ from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.request import Request
-from quire.engine.sched.exchange import KVExchange
+from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.transfers import TransferLink
 from quire.frontend.async_llm import AsyncLLM
@@ -370,31 +370,34 @@ NUM_DECODING, NUM_STEPS, PROMPT_BLOCKS, NUM_PROMPTS = 64, 1000, 128, 300
 
 
 class _Loop:
-    """A scheduler without a model. With a store its saves end at once, and their reports come between steps."""
+    """A scheduler without a model, and with a store that can be taken away. Saves end at once, and their reports come
+    between steps."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path) -> None:
         group = KVCacheGroupSpec(["layer"], FullAttentionSpec(BLOCK_SIZE, 2, 64))
         caches = KVCacheConfig(1 << 15, [], [group])
         limits = SchedulerConfig(max_num_batched_tokens=PROMPT_BLOCKS * BLOCK_SIZE + NUM_DECODING, max_num_seqs=256)
         self.scheduler = Scheduler(caches, limits, max_model_len=1 << 20, enable_caching=True, log_stats=True)
-        self._link: TransferLink | None = None
-        if directory is not None:
-            self._link = self._connect(directory, caches)
-        self._num_prompts = 0
-
-    def _connect(self, directory: Path, caches: KVCacheConfig) -> TransferLink:
         executor: Any = SimpleNamespace(send_transfers=lambda orders: None, register_transfer_callback=lambda put: None)
-        link = TransferLink(executor, lambda: None)
+        self._link = TransferLink(executor, lambda: None)
         config = EngineArgs("demo", kv_store=str(directory), kv_store_size=STORE_BYTES).create_engine_config()
         connector = StoreScheduler(config, caches)
         identity = {"fingerprint": bytes(32), "generation": 0, "payload_bytes": [1]}  # one byte: no limit of the rate
         connector.update_connector_output(KVConnectorOutput(info=identity))
 
         def connect(manager: KVCacheManager) -> KVExchange:
-            return KVExchange(connector, manager, link, cost=LoadCost(12288.0), max_pinned_blocks=1 << 14)
+            return KVExchange(connector, manager, self._link, cost=LoadCost(12288.0), max_pinned_blocks=1 << 14)
 
-        self.scheduler.connect(connect)
-        return link
+        self._exchange = self.scheduler.connect(connect)
+        self._on_full_blocks = self.scheduler.kv_cache_manager.on_full_blocks
+        self._num_prompts = 0
+
+    def connect(self, *, has_store: bool) -> None:
+        """Gives the scheduler its store back, or takes it away. No save is under way."""
+        scheduler = self.scheduler
+        scheduler.exchange = self._exchange if has_store else NO_EXCHANGE
+        scheduler.waiting.gates = self._exchange.gates if has_store else ()
+        scheduler.kv_cache_manager.on_full_blocks = self._on_full_blocks if has_store else None
 
     def step(self) -> float:
         """Returns the processor seconds of the scheduler's part of a step, with what the core asks before it."""
@@ -407,7 +410,7 @@ class _Loop:
         seconds = time.thread_time() - start
         req_ids = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(req_ids, [[5] for _ in req_ids])
-        if self._link is not None and output.kv_connector_metadata is not None:
+        if output.kv_connector_metadata is not None:
             for save in output.kv_connector_metadata.saves:
                 self._link.put(KVConnectorOutput(saves=[SaveResult(save.save_id, len(save.blocks))]))
         start = time.thread_time()
@@ -422,45 +425,55 @@ class _Loop:
         self.scheduler.add_request(Request(request, make_block_hasher(BLOCK_SIZE)))
 
     def close(self) -> None:
-        self.scheduler.exchange.shutdown()
+        self._exchange.shutdown()
 
 
 def measure_steps(directory: Path) -> None:
+    """One scheduler has the store by turns: two would differ by where their objects lie, by up to 3 us a step."""
     shutil.rmtree(directory, ignore_errors=True)
-    loops = {"without": _Loop(None), "with": _Loop(directory)}
-    decoding: dict[str, list[float]] = {name: [] for name in loops}
-    prompts: dict[str, list[float]] = {name: [] for name in loops}
-    filling: dict[str, list[float]] = {name: [] for name in loops}
+    loop = _Loop(directory)
+    times: dict[tuple[str, bool], list[float]] = {}
+
+    def note(what: str, has_store: bool, seconds: float) -> None:
+        times.setdefault((what, has_store), []).append(seconds)
+
     gc.collect()
     gc.freeze()
-    for _ in range(NUM_PROMPTS):  # a step that fills blocks, and one that takes the end of their save in
-        for name, loop in loops.items():
-            loop.add(PROMPT_BLOCKS * BLOCK_SIZE, 2)
-            prompts[name].append(loop.step() + loop.step())
-    for loop in loops.values():
-        for _ in range(NUM_DECODING):
-            loop.add(1, None)
-        for _ in range(4):
-            loop.step()
-    for number in range(5, NUM_STEPS):
-        for name, loop in loops.items():
+    for number in range(2 * NUM_PROMPTS):
+        has_store = number % 2 == 1
+        loop.connect(has_store=has_store)
+        loop.add(PROMPT_BLOCKS * BLOCK_SIZE, 3)
+        note("prompt", has_store, sum(loop.step() for _ in range(3)))  # fills blocks, sends their save, has its end
+    loop.connect(has_store=True)
+    for _ in range(NUM_DECODING):
+        loop.add(1, None)
+    for _ in range(4):
+        loop.step()
+    for number in range(5, 2 * NUM_STEPS):
+        place, in_turn = number % BLOCK_SIZE, number // BLOCK_SIZE % 2 == 1
+        if place < 3:  # all requests fill a block; its save is sent; it has ended
+            if place == 0:
+                loop.connect(has_store=in_turn)
+                note("filling", in_turn, 0.0)
             seconds = loop.step()
-            match number % BLOCK_SIZE:
-                case 0:  # all requests fill a block
-                    filling[name].append(seconds)
-                case 1 | 2 if filling[name]:  # their saves are sent, and have ended
-                    filling[name][-1] += seconds
-                case _:
-                    decoding[name].append(seconds)
-    for loop in loops.values():
-        loop.close()
-    step = statistics.median(decoding["with"]) - statistics.median(decoding["without"])
-    both = statistics.median(prompts["with"]) - statistics.median(prompts["without"])
-    three = statistics.median(filling["with"]) - statistics.median(filling["without"])
-    whole = 1e6 * statistics.median(decoding["without"])
-    print(f"a step of {NUM_DECODING} requests without hits: {1e6 * step:.2f} us more than {whole:.0f} (goal: 2)")
-    print(f"each block of a prompt: {1e6 * (both - 2 * step) / PROMPT_BLOCKS:.2f} us (goal: 1)")
-    print(f"each block that decoding fills: {1e6 * (three - 3 * step) / NUM_DECODING:.2f} us (goal: 1)")
+            if ("filling", in_turn) in times:
+                times["filling", in_turn][-1] += seconds
+        else:
+            has_store = not has_store  # a round has 13 of these: each place in it has its turn
+            loop.connect(has_store=has_store)
+            note("step", has_store, loop.step())
+    loop.connect(has_store=True)
+    loop.close()
+    more = {}
+    for what in ("step", "prompt", "filling"):
+        more[what] = 1e6 * (statistics.median(times[what, True]) - statistics.median(times[what, False]))
+    whole = 1e6 * statistics.median(times["step", False])
+    print(f"a step of {NUM_DECODING} requests without hits: {more['step']:.2f} us more than {whole:.0f} (goal: 2)")
+    for what, label, number in (
+        ("prompt", "of a prompt", PROMPT_BLOCKS),
+        ("filling", "that decoding fills", NUM_DECODING),
+    ):
+        print(f"each block {label}: {(more[what] - 3 * more['step']) / number:.2f} us (goal: 1)")
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -324,7 +324,7 @@ class KVExchange(NoExchange, AdmissionGate):
             for load in loader.check_deadlines(now):
                 self._end(load, 0, "failed")
             self._unblock(None)  # blocks that will not come back are not to be waited for
-        if not is_room_awaited:  # a request that waits for it comes before blocks to be saved
+        if saver.postponed and not is_room_awaited:  # a request that waits for it comes before blocks to be saved
             saver.offer_postponed(now)
 
     def _take_reports(self) -> None:

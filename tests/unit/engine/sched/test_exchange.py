@@ -23,6 +23,7 @@ from quire.engine.kv_cache import saver as saver_module
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock, KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
+from quire.engine.kv_cache.saver import _Postponed
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
 from quire.errors import ConfigError
@@ -681,6 +682,23 @@ def test_what_a_store_had_when_it_failed_is_postponed_within_a_bound(
     engine.worker.kill()
 
 
+def test_a_block_that_is_postponed_twice_was_evicted_in_between(tier: FakeTier) -> None:
+    """Its first entry stays until it is offered, and a save of what the block has now may end with a failed store."""
+    engine = Engine(tier)
+    engine.worker.manners = ["hung"]
+    engine.add("a")
+    engine.step(2)
+    saver = engine.exchange.saver
+    ((save_id, order),) = saver.sent.items()
+    saver.postponed = {order.blocks.block_ids[3]: _Postponed(0, b"evicted", None, "", 0, 0.0)}
+    tier.takes_saves = False
+    saver.end(SaveResult(save_id, 0, "failed", reason=AWAY), engine.clock.now)
+    assert list(saver.postponed) == order.blocks.block_ids
+    assert saver.postponed[order.blocks.block_ids[3]].digest == order.blocks.digests[3]
+    assert saver.counts.num_dropped == {"evicted": 1}
+    engine.worker.kill()
+
+
 def test_what_is_computed_before_the_store_can_take_it_is_saved_later(tier: FakeTier) -> None:
     engine = postpone(tier)
     tier.takes_saves = True
@@ -1120,7 +1138,8 @@ def test_blocks_with_an_adapter_that_is_not_known_by_its_files_are_noted_and_not
     engine.add("a", PROMPT[:SIZE], max_tokens=6)
     engine.step()
     known, saver = engine.scheduler.requests["a"], engine.exchange.saver
-    request: Any = SimpleNamespace(lora_request=LoRARequest("l", 1, "/l"), report=known.report, block_hashes=[b"hash"])
+    fields = {"sampling_params": known.sampling_params, "report": known.report, "block_hashes": [b"hash"]}
+    request: Any = SimpleNamespace(adapter=("l", 1), lora_request=LoRARequest("l", 1, "/l"), **fields)
     tables = engine.scheduler.kv_cache_manager.get_tables("a")
     saver.note_full(request, 0, 1, tables)
     saver.note_scheduled(100)
