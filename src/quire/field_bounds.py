@@ -88,8 +88,8 @@ class FieldBound:
 
     def range_text(self) -> str:
         """Returns the range as the documentation writes it: ``(0, 1]``."""
-        low = "-inf" if self.minimum is None else f"{self.minimum:g}"
-        high = "inf" if self.maximum is None else f"{self.maximum:g}"
+        low = "-inf" if self.minimum is None else f"{self.minimum:.15g}"
+        high = "inf" if self.maximum is None else f"{self.maximum:.15g}"
         text = f"{'(' if self.exclusive_minimum or self.minimum is None else '['}{low}, {high}"
         text += ")" if self.maximum is None else "]"
         return text + (f" or {', '.join(map(str, self.special))}" if self.special else "")

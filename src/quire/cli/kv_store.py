@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from quire.config.kv_transfer import DEFAULT_STORE_BYTES, MIN_STORE_BYTES
 from quire.errors import ConfigError
 from quire.failpoints import arm_failpoints
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import Entry, find_damage, follow, open_extent
+from quire.kv_store.extent import Entry, find_damage, follow, open_extent, try_lock
 from quire.kv_store.peer.server import BlockServer, DirectorySource
 from quire.kv_store.record import RecordMac
 from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S
@@ -130,7 +131,8 @@ def _clear(store: StoreDirectory) -> int:
 
 
 def _describe(store: StoreDirectory, extent: ExtentFile, *, is_verified: bool) -> dict[str, Any]:
-    """Returns the facts of an extent; damaged: records whose tags are wrong, counted by `verify` only."""
+    """Returns the facts of an extent; damaged: records whose tags are wrong, counted by `verify` only. What is behind
+    the last whole record of one that nothing writes counts as one of them."""
     facts: dict[str, Any] = {
         "name": extent.name,
         "namespace": extent.namespace,
@@ -145,11 +147,15 @@ def _describe(store: StoreDirectory, extent: ExtentFile, *, is_verified: bool) -
     except OSError:
         return facts
     try:
+        is_left = try_lock(descriptor, fcntl.LOCK_SH)  # and no server seals it now
         table = store.load_table(extent)
         entries = list(follow(descriptor, 0, bytes.fromhex(extent.namespace))) if table is None else table.entries
-        facts |= {"state": "open" if table is None else "sealed", "records": len(entries)}
+        state = "sealed" if table is not None else "unsealed" if is_left else "open"
+        facts |= {"state": state, "records": len(entries)}
         if is_verified:
+            end = entries[-1].end if entries else 0
             facts["damaged"] = _count_damaged(descriptor, entries, RecordMac(store.key))
+            facts["damaged"] += state == "unsealed" and end < extent.num_bytes
     except OSError as e:
         facts["state"] = f"not readable: {e.strerror}"
     finally:

@@ -255,6 +255,8 @@ def _check_combination(config: EngineConfig) -> None:
     _check_context(model)
     _check_parallel(config)
     _check_transfer(config)
+    if config.observability_config.kv_events.is_enabled and not config.cache_config.enable_prefix_caching:
+        logger.warning("--kv-events-config publishes nothing: nothing is cached; enable prefix caching")
 
 
 def _check_transfer(config: EngineConfig) -> None:

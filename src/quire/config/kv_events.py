@@ -67,6 +67,10 @@ class KVEventsConfig:
         _check_choice("event_format", config.event_format, EVENT_FORMATS)
         for name in ("endpoint", "replay_endpoint"):
             _check_address(name, getattr(config, name))
+        if config.replay_endpoint == (config.endpoint or DEFAULT_ENDPOINT):
+            raise ConfigError(
+                f"{FLAG}: replay_endpoint {config.replay_endpoint} is also endpoint; give it another port"
+            )
         return config
 
     @property
@@ -101,8 +105,9 @@ def _check_address(name: str, address: str | None) -> None:
     scheme, _, rest = address.partition("://")
     if scheme not in ("tcp", "ipc", "inproc") or not rest:
         raise ConfigError(f"{FLAG}: {name} {address!r} is no address such as tcp://127.0.0.1:5557 or ipc:///run/events")
-    if scheme == "tcp" and not rest.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"{FLAG}: {name} {address!r} has no port; give one, as in tcp://127.0.0.1:5557")
+    port = rest.rpartition(":")[2]
+    if scheme == "tcp" and not (port.isdecimal() and int(port) <= 0xFFFF):
+        raise ConfigError(f"{FLAG}: {name} {address!r} has no port up to 65535; give one, as in tcp://127.0.0.1:5557")
 
 
 def _of_rank(address: str, rank: int) -> str:

@@ -88,10 +88,10 @@ def open_extent(directory: int, name: str, *, is_writable: bool = False) -> int:
     return descriptor
 
 
-def try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Takes the flock of a file. Returns False if another has it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -25,6 +25,8 @@ MEMO_NAME = "digests.json"
 LOCK_NAME = "digests.lock"
 WAIT_S = 0.02
 """Interval at which a process looks whether another has hashed a file."""
+MAX_WAIT_S = 600.0
+"""Time after which it hashes beside another, which may hang."""
 MAX_MEMO_BYTES = 4 << 20
 MAX_MEMO_FILES = 4096
 _CHUNK_BYTES = 8 << 20
@@ -91,8 +93,8 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _alone(self, is_stopped: Callable[[], bool]) -> Iterator[None]:
-        """Waits until no other process hashes a file of this directory, and keeps others waiting. Where no file can be
-        locked, all hash."""
+        """Waits until no other process hashes a file of this directory, for MAX_WAIT_S at most, and keeps others
+        waiting. Where no file can be locked, all hash."""
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self._path.with_name(LOCK_NAME), flags, 0o600)
@@ -100,7 +102,8 @@ class FileDigests:
             yield
             return
         try:
-            while not try_lock(descriptor):
+            deadline = time.monotonic() + MAX_WAIT_S
+            while not try_lock(descriptor) and time.monotonic() < deadline:
                 if is_stopped():
                     raise HashingStoppedError
                 time.sleep(WAIT_S)

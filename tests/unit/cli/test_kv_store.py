@@ -54,6 +54,21 @@ def test_verify_finds_damage(directory: Path, capsys: pytest.CaptureFixture[str]
     assert "1 damaged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("size", "num_left"), [(500, 0), (1500, 1)])
+def test_verify_counts_what_a_copy_has_lost(
+    size: int, num_left: int, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sealed extent of two records ends within one of them."""
+    sealed = max(directory.glob("*.kvx"), key=lambda path: path.stat().st_size)
+    os.truncate(sealed, size)
+    assert main(["kv-store", "list", str(directory)]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if sealed.name in line)
+    assert row.endswith(" unsealed")
+    assert f" {num_left} blocks" in row
+    assert main(["kv-store", "verify", str(directory)]) == 1
+    assert "unsealed  1 damaged" in capsys.readouterr().out
+
+
 def test_clear_deletes_the_records_and_keeps_the_key(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = (directory / "key").read_bytes()
     (directory / "mine.txt").write_text("mine")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.engine_args import EngineArgs
 from quire.config.kv_events import KVEventsConfig
 from quire.errors import ConfigError
 
@@ -20,7 +21,9 @@ from quire.errors import ConfigError
         ({"event_format": "json"}, "event_format 'json' is not one of map, array"),
         ({"endpoint": "127.0.0.1:5557"}, "no address such as"),
         ({"replay_endpoint": "tcp://127.0.0.1"}, "has no port"),
-        ({"buffer_steps": -1}, "buffer_steps"),
+        ({"endpoint": "tcp://*:99999"}, "has no port up to 65535"),
+        ({"replay_endpoint": "tcp://127.0.0.1:5557"}, "is also endpoint; give it another port"),
+        ({"buffer_steps": -1}, r"buffer_steps must be in \[0, 10000000\], got -1"),
         ({"max_queue_size": 0}, "max_queue_size"),
     ],
 )
@@ -58,3 +61,12 @@ def test_a_host_is_connected_to_and_the_rest_bound(endpoint: str | None, is_boun
 
 def test_by_default_only_this_host_can_subscribe() -> None:
     assert KVEventsConfig().endpoint_of(0) == "tcp://127.0.0.1:5557"
+
+
+def test_events_without_a_cache_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for enable_prefix_caching, is_said in ((True, False), (False, True)):
+        args = EngineArgs(
+            "demo", enable_prefix_caching=enable_prefix_caching, kv_events_config={"enable_kv_cache_events": True}
+        )
+        args.create_engine_config()
+        assert ("--kv-events-config publishes nothing" in caplog.text) is is_said

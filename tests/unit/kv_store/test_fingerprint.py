@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from quire.kv_store import fingerprint
 from quire.kv_store.fingerprint import ChangedFileError, FileDigests, HashingStoppedError, make_fingerprint
 
 
@@ -83,6 +85,18 @@ def test_of_several_processes_one_hashes(tmp_path: Path, monkeypatch: pytest.Mon
         found = second.digest_files([path], now_ns())
     monkeypatch.undo()
     assert found == {path.name: hashlib.sha256(b"weights").hexdigest()}
+
+
+def test_a_process_that_hangs_keeps_others_waiting_for_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    clock = itertools.count(0.0, fingerprint.MAX_WAIT_S / 2)
+    with FileDigests(tmp_path)._alone(lambda: False), monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _: None)
+        patch.setattr(time, "monotonic", lambda: next(clock))
+        found = FileDigests(tmp_path).digest_files([path], now_ns())
+    assert found == {path.name: hashlib.sha256(b"weights").hexdigest()}
+    assert next(clock) >= fingerprint.MAX_WAIT_S
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a": 1}', b"\xff"])
