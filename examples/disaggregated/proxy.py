@@ -158,13 +158,21 @@ def make_app(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     return Starlette(routes=[route], lifespan=proxy.open)
 
 
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL of an engine; give one as http://127.0.0.1:8100")
+    return text.rstrip("/")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", action="append", required=True, metavar="URL")
-    parser.add_argument("--decode", action="append", required=True, metavar="URL")
+    parser.add_argument("--prefill", action="append", required=True, type=_url, metavar="URL")
+    parser.add_argument("--decode", action="append", required=True, type=_url, metavar="URL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
+    if not 0 < args.port <= 0xFFFF:
+        parser.error(f"--port {args.port} is not one of 1 to 65535")
     uvicorn.run(make_app(args.prefill, args.decode), host=args.host, port=args.port, log_level="warning")
 
 

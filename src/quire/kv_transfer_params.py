@@ -66,7 +66,9 @@ def parse_transfer_params(value: Any) -> TransferParams:
     try:
         size = len(msgspec.msgpack.encode(value))  # as it crosses to the engine
         params = msgspec.convert(value, TransferParams)
-    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as e:
+    except OverflowError:
+        raise ValidationError(f"{FIELD} has an integer of more than 64 bits, which no key takes", param=FIELD) from None
+    except (msgspec.MsgspecError, TypeError, ValueError) as e:
         raise ValidationError(f"{FIELD}: {str(e)[:MAX_NAME_CHARS]}", param=FIELD) from None
     if size > MAX_PARAMS_BYTES:
         raise ValidationError(f"{FIELD} has {size} bytes; at most {MAX_PARAMS_BYTES} are allowed", param=FIELD)

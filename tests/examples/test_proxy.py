@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp.web
 import httpx2
-from examples.disaggregated.proxy import ASK, make_app
+import pytest
+from examples.disaggregated.proxy import ASK, main, make_app
 
 TRANSFER = {"do_remote_prefill": True, "remote_request_id": "lease"}
 BODY = {"model": "m", "prompt": "p", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
@@ -113,3 +114,19 @@ def test_what_fails() -> None:
         assert not prefill.bodies
 
     check(broken, Engine({"kv_transfer_params": TRANSFER}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prefill", "a:1", "--decode", "http://b"], "'a:1' is no URL of an engine; give one as http://"),
+        (["--prefill", "http://a", "--decode", "http://b", "--port", "99999"], "--port 99999 is not one of 1 to 65535"),
+    ],
+)
+def test_flags_that_cannot_be(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["proxy.py", *flags])
+    with pytest.raises(SystemExit):
+        main()
+    assert words in capsys.readouterr().err

@@ -53,8 +53,8 @@ def test_ports(port: Any, number: int | None) -> None:
         ({"remote_host": "h" * 600}, "remote_host has 600 characters; at most 512"),
         ({"remote_ranks": [["h", 1]]}, "remote_ranks"),
         ({"remote_ranks": [["h" * 600, 1, "i"]]}, "remote_ranks has a name of 600 characters; at most 512"),
-        ({"seed": 1 << 70}, "kv_transfer_params: "),
-        ({"remote_num_tokens": -1 << 70}, "kv_transfer_params: "),
+        ({"seed": 1 << 70}, "kv_transfer_params has an integer of more than 64 bits"),
+        ({"remote_num_tokens": -1 << 70}, "kv_transfer_params has an integer of more than 64 bits"),
     ],
 )
 def test_what_is_refused_names_the_field(value: Any, message: str) -> None:
