@@ -28,7 +28,7 @@ FAILPOINTS: dict[str, str] = {
     "kv.read": "transfer thread: a record of the KV store is not read yet",
     "kv.write": "transfer thread: a record of the KV store is not written yet",
     "kv.seal": "an extent of the KV store has no table yet",
-    "kv.evict": "the evictor of the KV store has chosen an extent, which is still there",
+    "kv.evict": "an extent of the KV store is to be deleted, and is still there",
     "kv.peer.message": "the server of KV blocks has got a message and done nothing; the key is its type",
     "kv.peer.send": "the server of KV blocks has not sent a block yet",
     "kv.peer.put": "transfer thread: a record is not sent to a server of KV blocks yet",

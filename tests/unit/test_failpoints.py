@@ -45,7 +45,7 @@ PLACES = {
     "kv.read": ("extent.py", "read_into"),
     "kv.write": ("extent.py", "append"),
     "kv.seal": ("extent.py", "write_table"),
-    "kv.evict": ("directory.py", "evict"),
+    "kv.evict": ("directory.py", "remove"),
     "kv.peer.send": ("server.py", "_send_block"),
     "kv.peer.put": ("client.py", "put"),
     "kv.peer.receive": ("client.py", "_take_blocks"),

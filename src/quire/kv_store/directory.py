@@ -213,7 +213,6 @@ class StoreDirectory:
         """Deletes an extent unless it is open. Returns whether it was deleted."""
         if not self.is_sealed(extent):
             return False
-        failpoint("kv.evict")
         self.remove(extent.name)
         return True
 
@@ -222,12 +221,12 @@ class StoreDirectory:
         number."""
         names = [one.name for one in self.list_extents() if one.namespace == fingerprint.hex()[:NAMESPACE_DIGITS]]
         for name in names:
-            failpoint("kv.evict")
             self.remove(name)
         return len(names)
 
     def remove(self, name: str) -> None:
         """Deletes an extent. Processes that have it open read on."""
+        failpoint("kv.evict")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
