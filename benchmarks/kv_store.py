@@ -368,6 +368,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="time of cost")
     parser.add_argument("--serve-once", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve_once is not None:
+        serve_once(find_checkpoint(args.model), args.dir, args.tokens, args.serve_once)
+        return
     if "reading" in args.parts:
         measure_reading(args.dir)
     if "codec" in args.parts:
@@ -375,9 +378,6 @@ def main() -> None:
     if not set(args.parts) - {"reading", "codec"}:
         return
     model = find_checkpoint(args.model)
-    if args.serve_once is not None:
-        serve_once(model, args.dir, args.tokens, args.serve_once)
-        return
     if "restart" in args.parts:
         measure_restart(model, args.dir, args.tokens)
     if "cost" in args.parts:
