@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.kv_store.extent import try_lock
+from quire.kv_store.record import VERSION
 
 MEMO_NAME = "digests.json"
 LOCK_NAME = "digests.lock"
@@ -30,7 +31,7 @@ MAX_WAIT_S = 600.0
 MAX_MEMO_BYTES = 4 << 20
 MAX_MEMO_FILES = 4096
 _CHUNK_BYTES = 8 << 20
-_TAG = b"quire kv fingerprint 1\n"
+_TAG = b"quire kv fingerprint of records %d\n"
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
 
@@ -43,8 +44,8 @@ class HashingStoppedError(Exception):
 
 
 def make_fingerprint(facts: Mapping[str, Any]) -> bytes:
-    """Returns the digest of facts, which are JSON values."""
-    return hashlib.sha256(_TAG + json.dumps(facts, sort_keys=True, allow_nan=False).encode()).digest()
+    """Returns the digest of facts, which are JSON values, and of the version of records."""
+    return hashlib.sha256(_TAG % VERSION + json.dumps(facts, sort_keys=True, allow_nan=False).encode()).digest()
 
 
 class FileDigests:

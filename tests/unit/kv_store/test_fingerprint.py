@@ -18,10 +18,13 @@ def now_ns() -> int:
     return time.time_ns() + 1_000_000_000
 
 
-def test_every_fact_counts_and_their_order_does_not() -> None:
+def test_every_fact_counts_and_their_order_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"config": {"a": 1}, "dtype": "bfloat16", "weights": {"x": "00"}}
     assert make_fingerprint(facts) == make_fingerprint(dict(reversed(facts.items())))
     assert len({make_fingerprint({**facts, name: "other"}) for name in facts} | {make_fingerprint(facts)}) == 4
+    before = make_fingerprint(facts)
+    monkeypatch.setattr("quire.kv_store.fingerprint.VERSION", 99)
+    assert make_fingerprint(facts) != before, "records of another version are not looked for"
 
 
 def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
