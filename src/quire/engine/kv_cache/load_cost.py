@@ -19,6 +19,8 @@ STALL_S = 2.0
 QUARANTINE_S = 5.0
 """Time after which nothing waits any more for the blocks of a transfer that was given up."""
 NEVER = float("inf")
+REMEASURE_S = 60.0
+"""Time after which a source that is not worth its loads is measured again."""
 MAX_SOURCES = 1024
 """Most sources that are remembered."""
 _NEW_SHARE = 0.3
@@ -84,6 +86,8 @@ class LoadCost:
         self._min_load_tokens, self._load_bias = min_load_tokens, load_bias
         self._rates: dict[str, float] = {}
         """Bytes per second, of sources that something was loaded from."""
+        self._measured_at: dict[str, float] = {}
+        """Times at which these were measured last."""
         self._rests = Rests()
 
     # -- the choice --------------------------------------------------------------------------------------------
@@ -91,7 +95,8 @@ class LoadCost:
     def should_load(self, source: str, start: int, num_tokens: int, queued_tokens: int, now: float) -> bool:
         """Returns whether to load `num_tokens` after `start` others from a source that has `queued_tokens` to load.
 
-        What is not known yet does not speak against it: the first load measures.
+        What is not known yet does not speak against it: the first load measures. A source that is not worth its loads
+        is measured again each REMEASURE_S: its rate may be that of a small load, or of a slow moment.
         """
         if num_tokens < self._min_load_tokens or self.is_resting(source, now):
             return False
@@ -99,7 +104,12 @@ class LoadCost:
             self.predict_load(source, num_tokens, queued_tokens),
             self.compute.predict(start, num_tokens),
         )
-        return t_load is None or t_compute is None or t_load <= self._load_bias * t_compute
+        if t_load is None or t_compute is None or t_load <= self._load_bias * t_compute:
+            return True
+        is_old = now - self._measured_at.get(source, now) >= REMEASURE_S
+        if is_old:
+            self._measured_at[source] = now  # one load measures
+        return is_old
 
     def predict_load(self, source: str, num_tokens: int, queued_tokens: int = 0) -> float | None:
         """Returns the seconds until `num_tokens` are loaded; None: the source was never measured."""
@@ -121,14 +131,16 @@ class LoadCost:
 
     # -- sources -----------------------------------------------------------------------------------------------
 
-    def note_load(self, source: str, num_bytes: int, seconds: float) -> None:
+    def note_load(self, source: str, num_bytes: int, seconds: float, now: float) -> None:
         """Notes bytes that were read."""
         if num_bytes > 0 and seconds > 0.0:
             if source not in self._rates and len(self._rates) >= MAX_SOURCES:
-                del self._rates[next(iter(self._rates))]
+                oldest = next(iter(self._rates))
+                del self._rates[oldest], self._measured_at[oldest]
             rate = num_bytes / seconds
             before = self._rates.get(source, rate)
             self._rates[source] = before + _NEW_SHARE * (rate - before)
+            self._measured_at[source] = now
 
     def note_good(self, source: str) -> None:
         """Notes a load without fault: the source's next rest is a short one. It may have begun before the last stall,

@@ -194,7 +194,7 @@ class BlockLoader:
         if load is None:
             return None
         source = load.order.source
-        self.cost.note_load(source, result.num_bytes, result.seconds)
+        self.cost.note_load(source, result.num_bytes, result.seconds, now)
         if result.outcome == "ok":
             self.cost.note_good(source)
         self.records.add(result)

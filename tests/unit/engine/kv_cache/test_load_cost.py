@@ -6,6 +6,7 @@ import pytest
 
 from quire.engine.kv_cache.load_cost import (
     LATE_S,
+    REMEASURE_S,
     STALL_S,
     START_S,
     ComputeFit,
@@ -24,7 +25,7 @@ def make_cost(rate: float | None = None, *, bias: float = 1.0) -> LoadCost:
         pairs = count_pairs(start, num_tokens)
         cost.compute.add(num_tokens, pairs, num_tokens * A + C * pairs)
     if rate is not None:
-        cost.note_load("disk", int(rate), 1.0)
+        cost.note_load("disk", int(rate), 1.0, 0.0)
     return cost
 
 
@@ -92,22 +93,22 @@ def test_bias_allows_slower_loads() -> None:
 def test_unknown_figures_do_not_speak_against_a_load() -> None:
     assert make_cost().should_load("disk", 0, 64, 0, 0.0)
     cost = LoadCost(BYTES_PER_TOKEN)
-    cost.note_load("disk", 1, 1.0)
+    cost.note_load("disk", 1, 1.0, 0.0)
     assert cost.should_load("disk", 0, 64, 0, 0.0)
 
 
 def test_sources_are_measured_apart() -> None:
     cost = make_cost(1e9)
-    cost.note_load("p2p", 1_000_000, 1.0)
+    cost.note_load("p2p", 1_000_000, 1.0, 0.0)
     assert cost.should_load("disk", 0, 1024, 0, 0.0)
     assert not cost.should_load("p2p", 0, 1024, 0, 0.0)
 
 
 def test_rate_is_an_average_of_which_new_loads_are_a_part() -> None:
     cost = make_cost(100.0)
-    cost.note_load("disk", 200, 1.0)
+    cost.note_load("disk", 200, 1.0, 0.0)
     assert cost.predict_load("disk", 1) == pytest.approx(START_S + BYTES_PER_TOKEN / 130.0)
-    cost.note_load("disk", 0, 1.0)  # nothing was read: no rate
+    cost.note_load("disk", 0, 1.0, 0.0)  # nothing was read: no rate
     assert cost.predict_load("disk", 1) == pytest.approx(START_S + BYTES_PER_TOKEN / 130.0)
 
 
@@ -131,3 +132,13 @@ def test_a_source_that_stalls_rests_longer_each_time() -> None:
     cost.note_stall("disk", now)
     assert cost.is_resting("disk", now + REST_S - 0.1)
     assert not cost.is_resting("disk", now + REST_S)
+
+
+def test_a_source_that_is_not_worth_its_loads_is_measured_again() -> None:
+    cost = make_cost()
+    cost.note_load("disk", 1, 1.0, 100.0)
+    assert not cost.should_load("disk", 0, 1000, 0, 100.0 + REMEASURE_S - 1)
+    assert cost.should_load("disk", 0, 1000, 0, 100.0 + REMEASURE_S)
+    assert not cost.should_load("disk", 0, 1000, 0, 100.0 + REMEASURE_S), "one load measures"
+    cost.note_load("disk", 1 << 30, 0.001, 101.0 + REMEASURE_S)
+    assert cost.should_load("disk", 0, 1000, 0, 101.0 + REMEASURE_S)

@@ -30,7 +30,7 @@ def begin(tier: FakeTier, *names: str, seconds: float = LOAD_S, max_tokens: int 
     """Returns an engine that has just ordered the loads of requests, of which each is predicted to take so long."""
     engine = Engine(tier, num_blocks=80)
     cost = engine.exchange.loader.cost
-    cost.note_load("disk", int(28 * cost.bytes_per_token * 1e6), (seconds - 0.001) * 1e6)
+    cost.note_load("disk", int(28 * cost.bytes_per_token * 1e6), (seconds - 0.001) * 1e6, 0.0)
     cost.note_load = lambda *args: None  # type: ignore[method-assign]
     for name in names:
         engine.add(name, PROMPTS[name], max_tokens)
