@@ -451,44 +451,54 @@ def test_an_audit_compares_what_was_computed_with_what_is_stored(tmp_path: Path)
         assert answer(llm) == (expected, NUM_STORED * 16)
 
 
-def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Applies the events of an engine that finds a store, stores more, and loses all."""
-    known, cleared = set[tuple[int, int]](), list[None]()
+class StoreEvents:
+    """Follows by KV cache events which blocks a store holds."""
 
-    def publish(publisher: KVEventPublisher, changes: list[Change]) -> None:
+    def __init__(self, locality: str, patch: pytest.MonkeyPatch) -> None:
+        self.locality = locality
+        self.known: set[tuple[int, int]] = set()
+        """Groups and hashes of its blocks."""
+        self.num_cleared = 0
+        patch.setattr(KVEventPublisher, "publish", lambda publisher, changes: self.take(publisher, changes))
+        patch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+
+    def take(self, publisher: KVEventPublisher, changes: list[Change]) -> None:
         for event in decode_batch(publisher._encoder.encode(0.0, changes)).events:
             if isinstance(event, AllBlocksCleared):
-                known.clear()
-                cleared.append(None)
+                self.known.clear()
+                self.num_cleared += 1
             elif event.medium == "STORAGE":
-                assert event.locality == "LOCAL"
+                assert event.locality == self.locality
                 names = {(event.group_idx or 0, int(each)) for each in event.block_hashes}
-                known.difference_update(names) if isinstance(event, BlockRemoved) else known.update(names)
+                self.known.difference_update(names) if isinstance(event, BlockRemoved) else self.known.update(names)
 
-    monkeypatch.setattr(KVEventPublisher, "publish", publish)
-    monkeypatch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+    def until(self, llm: LLM, is_true: Callable[[set[tuple[int, int]]], bool]) -> None:
+        """Makes steps until it holds such blocks."""
+        while not is_true(self.known):
+            make_step(llm)
+
+
+def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applies the events of an engine that finds a store, stores more, and loses all."""
+    stored = StoreEvents("LOCAL", monkeypatch)
     model, directory = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2"), tmp_path / "store"
     extra = {"path": str(directory), "max_bytes": 1 << 30, "publish_store": True}
     transfer = {"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
     flags = {"kv_transfer_config": transfer, "kv_events_config": events}
 
-    def until(llm: LLM, is_true: Callable[[], bool]) -> None:
-        while not is_true():
-            make_step(llm)
-
     with engine(model, None, **flags) as llm:
         answer(llm)
-        until(llm, lambda: len(known) >= NUM_STORED)
+        stored.until(llm, lambda known: len(known) >= NUM_STORED)
     num_stored = count_blocks(directory)
     with engine(model, None, **flags) as llm:
-        until(llm, lambda: len(known) == num_stored)
+        stored.until(llm, lambda known: len(known) == num_stored)
         assert llm.reset_prefix_cache()
-        assert len(cleared) >= 3
-        until(llm, lambda: len(known) == num_stored)
+        assert stored.num_cleared >= 3
+        stored.until(llm, lambda known: len(known) == num_stored)
         for extent in directory.glob("*.kvx"):
             extent.unlink()
-        until(llm, lambda: not known)
+        stored.until(llm, lambda known: not known)
     with pytest.raises(ConfigError, match="enable them with --kv-events-config"):
         StoreScheduler.check_config(EngineArgs(str(model), kv_transfer_config=transfer).create_engine_config())
 
@@ -496,19 +506,7 @@ def test_events_tell_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_events_tell_what_a_server_holds_and_a_reset_drops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine stores its blocks there, another one finds them and drops them."""
-    known = set[tuple[int, int]]()
-
-    def publish(publisher: KVEventPublisher, changes: list[Change]) -> None:
-        for event in decode_batch(publisher._encoder.encode(0.0, changes)).events:
-            if isinstance(event, AllBlocksCleared):
-                known.clear()
-            elif event.medium == "STORAGE":
-                assert event.locality == "REMOTE"
-                names = {(event.group_idx or 0, int(each)) for each in event.block_hashes}
-                known.difference_update(names) if isinstance(event, BlockRemoved) else known.update(names)
-
-    monkeypatch.setattr(KVEventPublisher, "publish", publish)
-    monkeypatch.setattr(StoreScanner.__init__, "__defaults__", (0.01,))
+    stored = StoreEvents("REMOTE", monkeypatch)
     monkeypatch.setattr(tiers, "WATCH_S", 0.01)
     model = make_tiny_checkpoint(tmp_path / "gemma2", "gemma2")
     store = StoreDirectory.open(tmp_path / "served", 1 << 30)
@@ -519,19 +517,15 @@ def test_events_tell_what_a_server_holds_and_a_reset_drops_it(tmp_path: Path, mo
     events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
     flags = {"kv_transfer_config": transfer, "kv_events_config": events}
 
-    def until(llm: LLM, is_true: Callable[[], bool]) -> None:
-        while not is_true():
-            make_step(llm)
-
     with engine(model, None, **flags) as llm:
         expected, _ = answer(llm)
-        until(llm, lambda: len(known) >= NUM_STORED)
+        stored.until(llm, lambda known: len(known) >= NUM_STORED)
     with engine(model, None, **flags) as llm:
-        until(llm, lambda: len(known) >= NUM_STORED)
+        stored.until(llm, lambda known: len(known) >= NUM_STORED)
         assert llm.reset_prefix_cache(reset_connector=True)
-        until(llm, lambda: not known)
+        stored.until(llm, lambda known: not known)
         assert answer(llm) == (expected, 0)
-        until(llm, lambda: len(known) >= NUM_STORED)
+        stored.until(llm, lambda known: len(known) >= NUM_STORED)
     server.close()
     store.close()
 

@@ -105,7 +105,7 @@ class RecordReader:
     def read_stored(
         self, extent: str, offset: int, header: RecordHeader, buffer: RecordBuffer
     ) -> tuple[int, memoryview, memoryview]:
-        """Does what `read` does, but for decompressing. Returns the record: its codec, the header with tag, and the
+        """Reads a record as `read` does, and decompresses nothing. Returns its codec, its header with tag, and its
         payload as it is stored."""
         record = buffer.take(header.record_bytes)
         try:

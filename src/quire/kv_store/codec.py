@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import cache
 
 from quire.kv_store.record import CODEC_RAW, InvalidRecordError, RecordHeader, RecordMac
 
@@ -25,7 +26,7 @@ _ELEMENTS = {1: "<u1", 2: "<u2", 4: "<u4"}
 
 
 class _Zstd(threading.local):
-    """The compressor and the decompressor of a thread: they are not safe to share, and dear to make."""
+    """Holds a compressor and a decompressor for each thread: they cannot be shared, and making them takes long."""
 
     def __init__(self) -> None:
         import zstandard  # only if a record needs it
@@ -42,20 +43,15 @@ class _Zstd(threading.local):
         return self._decompress(data)
 
 
-_zstd: _Zstd | None = None
-
-
+@cache
 def _find_zstd() -> _Zstd:
-    """Raises InvalidRecordError."""
-    global _zstd
-    if _zstd is None:
-        try:
-            _zstd = _Zstd()
-        except ImportError:
-            raise InvalidRecordError(
-                "format", "the record is compressed, and zstandard is not installed: pip install 'quire[zstd]'"
-            ) from None
-    return _zstd
+    """Returns zstd, for the thread that uses it. Raises InvalidRecordError if it is not installed."""
+    try:
+        return _Zstd()
+    except ImportError:
+        raise InvalidRecordError(
+            "format", "the record is compressed, and zstandard is not installed: pip install 'quire[zstd]'"
+        ) from None
 
 
 def compress(payload: memoryview, element_bytes: int) -> bytes | None:
@@ -72,7 +68,7 @@ def compress(payload: memoryview, element_bytes: int) -> bytes | None:
 
 
 def decompress(stored: memoryview, payload_bytes: int) -> memoryview:
-    """Returns the payload. Raises InvalidRecordError."""
+    """Returns the payload that `compress` made `stored` of. Raises InvalidRecordError."""
     zstd = _find_zstd()
     if len(stored) < _HEAD.size:
         raise InvalidRecordError("truncated", f"{len(stored)} bytes are no compressed payload")
@@ -97,6 +93,7 @@ def prove_payload(mac: RecordMac, header: RecordHeader, head: memoryview, stored
 
 
 def _join_planes(highest: bytes, below: memoryview, element_bytes: int) -> memoryview:
+    """Returns the elements whose highest bytes, and planes of bytes below, these are."""
     import numpy as np
 
     count, dtype = len(highest), np.dtype(_ELEMENTS[element_bytes])

@@ -127,7 +127,8 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
 
 
 def _decode_stored(data: bytes | memoryview) -> tuple[int, int, int]:
-    """Returns codec, number of tokens, and bytes of the payload as it is stored."""
+    """Returns the codec, the number of tokens, and the bytes of the payload as it is stored. Raises
+    InvalidRecordError."""
     magic, version, codec, num_tokens, stored_bytes = _STORED.unpack_from(data)
     if (magic, version) != (MAGIC, VERSION) or codec not in (CODEC_RAW, CODEC_PLANES):
         raise InvalidRecordError("format", "no record of this version and codec begins here")
@@ -135,13 +136,13 @@ def _decode_stored(data: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def _check_stored(codec: int, stored_bytes: int, payload_bytes: int) -> None:
-    """A codec makes a payload smaller, or is not used."""
+    """Raises InvalidRecordError unless the codec has made the payload smaller, or there is none."""
     if stored_bytes >= payload_bytes if codec else stored_bytes != payload_bytes:
         raise InvalidRecordError("format", f"{payload_bytes} bytes are stored as {stored_bytes} by codec {codec}")
 
 
 def stored_bytes_of(head: memoryview) -> int:
-    """Returns the bytes of a payload as it is stored, from a header that is not checked otherwise. Raises
+    """Returns how many bytes a payload takes as it is stored. Only the first fields of the header are checked. Raises
     InvalidRecordError."""
     return _decode_stored(head)[2]
 
@@ -219,6 +220,7 @@ class RecordMac:
 
 
 def _derive(key: bytes, use: str) -> bytes:
+    """Returns a key for one use: no digest under it is one of another use."""
     return blake3(key, derive_key_context=f"Quire KV store 2026-11-27: {use}").digest()
 
 

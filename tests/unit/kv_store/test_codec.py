@@ -120,6 +120,6 @@ def test_a_record_that_came_in_parts() -> None:
 
 def test_without_zstd_a_compressed_block_is_a_miss_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr(codec, "_zstd", None)
+    codec._find_zstd.cache_clear()
     with pytest.raises(InvalidRecordError, match=r"quire\[zstd\]"):
         decompress(memoryview(bytes(100)), 100)

@@ -87,7 +87,7 @@ class LoadCost:
         self._rates: dict[str, float] = {}
         """Bytes per second, of sources that something was loaded from."""
         self._measured_at: dict[str, float] = {}
-        """Times at which these were measured last."""
+        """Time of a source's last load, or at which one was last allowed only to measure it."""
         self._rests = Rests()
 
     # -- the choice --------------------------------------------------------------------------------------------

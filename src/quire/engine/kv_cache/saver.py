@@ -93,7 +93,7 @@ class _FilledBlocks:
         """Blocks that are neither."""
 
     def list_blocks(self) -> Iterator[KVCacheBlock]:
-        """Yields all of them."""
+        """Yields the saved, the audited and the other blocks."""
         for groups in (self.saved, self.kept_off, *(compared for _, compared in self.audited.values())):
             for group in groups:
                 yield from group.blocks
