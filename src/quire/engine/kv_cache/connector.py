@@ -44,7 +44,7 @@ class ExternalMatch(NamedTuple):
     """Tokens that a store has of a request, beyond those in the prefix cache."""
 
     num_tokens: int
-    """Whole blocks. All groups have what a token after them reads."""
+    """Whole blocks, at least one. All groups have what a token after them reads."""
     source: str = "external_unspecified"
     """Label of metrics: host, p2p, remote, disk, external_unspecified. It is also what is measured, and rested when it
     stalls; of several with one label, each has a name after a colon."""
@@ -52,7 +52,6 @@ class ExternalMatch(NamedTuple):
     """Sent to the worker half with the load."""
 
 
-NO_MATCH = ExternalMatch(0)
 NONE_STORED = 0, 0
 RESET_S = DROP_S + 1.0
 """Time in which what is stored must be dropped."""
@@ -101,8 +100,8 @@ class KVConnectorScheduler(ABC):
     """
 
     asks_again = True
-    """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
-    report of the worker half."""
+    """After an answer of None `find_matches` is called again, in the next step; False: after the next report of the
+    worker half."""
     sees_all_steps = False
     """True: `build_connector_meta` is called for each step; False: for those before which something has happened to
     requests or transfers."""
@@ -141,17 +140,13 @@ class KVConnectorScheduler(ABC):
     # -- loads -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        """Returns what can be loaded beyond the first `num_computed_tokens`, which are whole blocks and in the cache.
-
-        Of a request of n tokens at most n - 1 are matched. None: ask again in a later step. May be called often, and
-        changes nothing. `find_longest_match` helps.
-        """
-
     def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
-        """Returns what each source has, of which the quickest is loaded. None: as `get_num_new_matched_tokens`."""
-        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
-        return None if match is None else [match]
+        """Returns what each source has beyond the first `num_computed_tokens`, which are whole blocks and in the cache;
+        the quickest is loaded. None: ask again in a later step.
+
+        Of a request of n tokens at most n - 1 are matched. May be called often, and changes nothing.
+        `find_longest_match` helps.
+        """
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Takes the owner of all block tables, once, before the first request."""

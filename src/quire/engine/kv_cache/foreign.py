@@ -21,7 +21,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
@@ -227,7 +227,7 @@ class ForeignScheduler(KVConnectorScheduler):
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         foreign = self._requests[request.request_id]
         num_found, is_async = ask(
             self.foreign, (0, False), self.foreign.get_num_new_matched_tokens, foreign, num_computed_tokens
@@ -236,9 +236,9 @@ class ForeignScheduler(KVConnectorScheduler):
             return None
         num_tokens = min(num_found, request.num_tokens - 1 - num_computed_tokens) // self.block_size * self.block_size
         if num_tokens <= 0:
-            return NO_MATCH
+            return []
         self._is_async[request.request_id] = is_async
-        return ExternalMatch(num_tokens)
+        return [ExternalMatch(num_tokens)]
 
     def on_blocks_allocated(
         self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int

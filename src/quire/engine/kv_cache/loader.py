@@ -100,7 +100,7 @@ class BlockLoader:
             seconds = self.cost.predict_total(match.source, start, match.num_tokens, num_queued, request.num_tokens)
             return seconds, -match.num_tokens
 
-        able = [match for match in matches if match.num_tokens and self.may_load(request, start, match, now)]
+        able = [match for match in matches if self.may_load(request, start, match, now)]
         return min(able, key=rate, default=None)
 
     def may_load(self, request: Request, start: int, match: ExternalMatch, now: float) -> bool:

@@ -23,7 +23,6 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import (
-    NO_MATCH,
     BlockChoice,
     ExternalMatch,
     KVConnectorScheduler,
@@ -253,14 +252,10 @@ class PeerScheduler(KVConnectorScheduler):
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        matches = self.find_matches(request, num_computed_tokens)
-        return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
-
-    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         offer = self._offers.get(request.request_id)
         if offer is not None:
-            return [self._match_offer(request, num_computed_tokens, *offer)]
+            return self._match_offer(request, num_computed_tokens, *offer)
         asked = self._asked.get(request.request_id)
         if asked is None:
             is_first = not (request.num_preemptions or request.num_computed_tokens)
@@ -269,10 +264,12 @@ class PeerScheduler(KVConnectorScheduler):
             return None if self._ask_tiers(request) else []  # what its adapter is made of is known only now
         if len(asked.answers) < self._num_workers:
             return None
-        hashes = asked.hashes
-        return [self._match_tier(request, num_computed_tokens, hashes, *tier) for tier in asked.join().items()]
+        found = [self._match_tier(request, num_computed_tokens, asked.hashes, *tier) for tier in asked.join().items()]
+        return [match for match in found if match is not None]
 
-    def _match_offer(self, request: Request, start: int, params: TransferParams, sites: list[Site]) -> ExternalMatch:
+    def _match_offer(
+        self, request: Request, start: int, params: TransferParams, sites: list[Site]
+    ) -> list[ExternalMatch]:
         """Returns the match of what another engine holds: of groups with a window only the blocks at its end."""
         size = self.block_size
         num_held = max(0, params.remote_num_tokens or 0) // size * size
@@ -280,16 +277,16 @@ class PeerScheduler(KVConnectorScheduler):
         end = min(num_held, most)
         reaches = [spec.reach for spec in self.specs]
         if any(reach is not None for reach in reaches) and end != num_held:
-            return NO_MATCH
+            return []
         address = sites[0][0]
         if end <= start or self._rests.is_resting(address, time.monotonic()) or not self._are_provable(start, end):
-            return NO_MATCH
+            return []
         load = {"peers": sites, "lease": params.remote_request_id}
-        return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
+        return [ExternalMatch(end - start, f"{SOURCE}:{address}", load)]
 
     def _match_tier(
         self, request: Request, start: int, asked: list[BlockHash], address: str, bits: int
-    ) -> ExternalMatch:
+    ) -> ExternalMatch | None:
         places = {
             (group_id, digest): bool(bits >> group_id * len(asked) + index & 1)
             for group_id in range(len(self.specs))
@@ -300,7 +297,7 @@ class PeerScheduler(KVConnectorScheduler):
         )
         is_resting = self._rests.is_resting(address, time.monotonic())
         if not num_tokens or is_resting or not self._are_provable(start, start + num_tokens):
-            return NO_MATCH
+            return None
         return ExternalMatch(num_tokens, f"{TIER}:{address}", {"peers": [(address, "")] * self._num_workers})
 
     def _are_provable(self, start: int, end: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import PART, PARTS
 from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.connector import NO_MATCH, BlockChoice, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import BlockChoice, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
 from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
@@ -63,11 +63,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        matches = self.find_matches(request, num_computed_tokens)
-        return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
-
-    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         """Does not wait for what peers have if the store has all that can be loaded."""
         all_tokens = (request.num_tokens - 1) // self.block_size * self.block_size - num_computed_tokens
         matches: list[ExternalMatch] = []
@@ -75,9 +71,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
             found = part.find_matches(request, num_computed_tokens)
             if found is None and all(match.num_tokens < all_tokens for match in matches):
                 return None
-            matches += [
-                match._replace(params={**(match.params or {}), PART: name}) for match in found or () if match.num_tokens
-            ]
+            matches += [match._replace(params={**(match.params or {}), PART: name}) for match in found or ()]
         return matches
 
     def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import (
-    NO_MATCH,
     NONE_STORED,
     NOTHING_CHOSEN,
     BlockChoice,
@@ -89,16 +88,16 @@ class StoreScheduler(KVConnectorScheduler):
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch]:
         index = self._index
         if index is None or self._role == "kv_producer":
-            return NO_MATCH
+            return []
         num_tokens = find_longest_match(
             self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
         )
         if not num_tokens or not self._are_provable(request, index, num_computed_tokens, num_tokens):
-            return NO_MATCH
-        return ExternalMatch(num_tokens, SOURCE)
+            return []
+        return [ExternalMatch(num_tokens, SOURCE)]
 
     def _are_provable(self, request: Request, index: PartsIndex, num_computed_tokens: int, num_tokens: int) -> bool:
         """Returns whether each block has a record of some group: its tokens are compared even where none is loaded."""

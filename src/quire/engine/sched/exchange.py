@@ -365,7 +365,7 @@ class KVExchange(NoExchange, AdmissionGate):
                 self._deferred.append(request)
             return True
         now, match = self.clock(), None
-        if any(found.num_tokens for found in matches):
+        if matches:
             used = {load.order.source for load, _ in self._loaded.get(request, ())}
             able = [found for found in matches if found.source not in used]
             match = self.loader.choose(request, num_hits, able, now)

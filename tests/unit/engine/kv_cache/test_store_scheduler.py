@@ -83,13 +83,11 @@ class Store:
         if self.half._index is not None:
             self.half._index.scan()
 
-    def match(self, request: ModelRequest, num_computed_tokens: int = 0) -> ExternalMatch | None:
-        return self.half.get_num_new_matched_tokens(cast(Request, request), num_computed_tokens)
+    def match(self, request: ModelRequest, num_computed_tokens: int = 0) -> list[ExternalMatch]:
+        return self.half.find_matches(cast(Request, request), num_computed_tokens)
 
     def num_matched(self, request: ModelRequest, num_computed_tokens: int = 0) -> int:
-        match = self.match(request, num_computed_tokens)
-        assert match is not None
-        return match.num_tokens
+        return sum(match.num_tokens for match in self.match(request, num_computed_tokens))
 
     def wants(self, request: ModelRequest, index: int) -> bool:
         return list(self.half.choose_blocks(0, [request.block_hashes[index]]).wanted) == [0]
@@ -121,9 +119,9 @@ def stores(tmp_path: Path) -> Iterator[Any]:
 def test_what_the_directory_has_is_matched_up_to_the_first_gap(stores: Any) -> None:
     store, request = stores(), request_of(33)
     store.write(request, [0, 1, 2, 4])
-    assert store.match(request) == ExternalMatch(0), "the namespace is not known"
+    assert store.match(request) == [], "the namespace is not known"
     store.identify()
-    assert store.match(request) == ExternalMatch(12, "disk")
+    assert store.match(request) == [ExternalMatch(12, "disk")]
     assert store.num_matched(request, 8) == 4
     assert store.num_matched(request, 12) == 0
     store.write(request, [3, 5, 6, 7])
