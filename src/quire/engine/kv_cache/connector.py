@@ -37,7 +37,7 @@ from quire.wire.stats import KVTransferStats
 if TYPE_CHECKING:
     from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
-    from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
+    from quire.engine.kv_cache.stored_blocks import StoredBlocks
 
 
 class ExternalMatch(NamedTuple):
@@ -123,8 +123,8 @@ class KVConnectorScheduler(ABC):
     remote_saves: RemoteSaves | None = None
     """Counts of what a block server is given; None: there is none."""
 
-    stored: StoredBlocks | StoresBlocks | None = None
-    """Blocks of the store, for KV cache events; None: they are not published."""
+    stored: Sequence[StoredBlocks] = ()
+    """Blocks of the stores that are published as KV cache events."""
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -244,7 +244,7 @@ class KVConnectorScheduler(ABC):
     def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         """Returns what is sent to the worker half with a step that is about to be sent; None: nothing, and no step is
         made for it. See `sees_all_steps`."""
-        return None
+        return self.take_message()
 
     def set_weights(self, path: str) -> None:
         """Notes that the weights were replaced by those of `path`: only what was computed with the same ones fits. No
@@ -264,14 +264,6 @@ class KVConnectorScheduler(ABC):
     def shutdown(self) -> None:
         """Releases its resources. May be called twice."""
         return
-
-
-def is_kept_off(request: Request, *, skips_salted: bool) -> bool:
-    """Returns whether the blocks of a request must not be stored: it says so, or has a salt and those are skipped."""
-    params = request.sampling_params
-    extra_args = None if params is None else params.extra_args
-    says_so = extra_args is not None and extra_args.get("kv_store") is False
-    return says_so or (skips_salted and request.cache_salt is not None)
 
 
 def find_longest_match(

@@ -17,10 +17,8 @@ from quire.engine.kv_cache.connector import BlockChoice, ExternalMatch, KVConnec
 from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
 from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
-from quire.engine.kv_cache.stored_blocks import StoresBlocks
 from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash
-from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import (
     KVConnectorOutput,
@@ -47,8 +45,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         share = config.kv_transfer_config.audit_share
         self.audits = LoadAudits(share, DISK, TIER) if share else None
-        stored = [one for one in (self._store.stored, self._peers.stored) if one is not None]
-        self.stored = StoresBlocks(*stored) if stored else None
+        self.stored = [*self._store.stored, *self._peers.stored]
         self.remote_saves = self._peers.remote_saves
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
@@ -126,10 +123,8 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     # -- messages ----------------------------------------------------------------------------------------------
 
     def take_message(self) -> dict[str, Any] | None:
-        return _join({name: part.take_message() for name, part in self._parts.items()})
-
-    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
-        return _join({name: part.build_connector_meta(output) for name, part in self._parts.items()})
+        messages = {name: part.take_message() for name, part in self._parts.items()}
+        return {name: message for name, message in messages.items() if message} or None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info or {}
@@ -157,7 +152,3 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 def _part_of(order: LoadOrder) -> str:
     name: str = (order.params or {})[PART]
     return name
-
-
-def _join(messages: dict[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    return {name: message for name, message in messages.items() if message} or None

@@ -328,7 +328,7 @@ def test_what_must_not_leave_an_engine_is_not_saved() -> None:
     assert half.half.wants_saves(half.add())
     salted = half.add(cache_salt="secret")
     assert half.half.wants_saves(salted)
-    half.half._extra["skip_salted"] = True
+    half.half.extra["skip_salted"] = True
     assert not half.half.wants_saves(salted)
     kept_off = half.add()
     assert kept_off.sampling_params is not None
@@ -414,15 +414,15 @@ def test_what_a_server_holds_is_published(tmp_path: Path, monkeypatch: pytest.Mo
     def tell(generation: int, *report: Any) -> list[Change]:
         info = {"watched": report, "generation": generation}
         peers.update_connector_output(KVConnectorOutput(info=info))
-        assert peers.stored is not None
-        return peers.stored.take(everything=False)
+        (stored,) = peers.stored
+        return stored.take(everything=False)
 
     there = TierBlocks(0, [b"d" * 32], is_stored=True, locality="REMOTE")
     assert tell(0, [block], [], False) == [there]
     assert tell(1, [], [block], False) == [], "of other weights"
     peers.set_weights("other")
     assert tell(0, [block], [], False) == [replace(there, is_stored=False)]
-    assert Half(tiers=["tcp://a:1"]).half.stored is None
+    assert Half(tiers=["tcp://a:1"]).half.stored == ()
     (tmp_path / "key").write_bytes(bytes(32))
     (tmp_path / "key").chmod(0o600)
     monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "key"))

@@ -300,14 +300,14 @@ def test_roles(stores: Any) -> None:
 
 def test_blocks_are_chosen_up_to_the_rate_and_without_those_that_are_there(stores: Any) -> None:
     store, request = stores([FULL, FULL], max_write_bytes_per_s=5 * 2 * PAYLOAD_BYTES), request_of(65)
-    store.half._limits._budget._clock = lambda: 0.0
+    store.half.limits._budget._clock = lambda: 0.0
     store.identify()
     store.write(request, [1, 2], group=1)
     hashes = request.block_hashes
     assert store.half.choose_blocks(0, hashes[:3]) == (range(3), 3), "those of the other group do not count"
     assert store.half.choose_blocks(1, hashes[:9]) == ([0, 3, 4, 5, 6, 7, 8], 9)
     assert store.half.choose_blocks(0, hashes[:3]) == NOTHING_CHOSEN, "nothing is left, and no time passes"
-    store.half._limits._budget._left = 2.5 * PAYLOAD_BYTES
+    store.half.limits._budget._left = 2.5 * PAYLOAD_BYTES
     assert store.half.choose_blocks(0, hashes[2:9]) == ([1, 2, 3], 4)
     assert store.half.seconds_to_save() > 0
 
