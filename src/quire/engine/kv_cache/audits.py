@@ -7,11 +7,18 @@ requests are ordered to be compared when they are full (`saver.py`), as others a
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 from quire.engine.kv_cache.connector import ExternalMatch
 from quire.engine.request import Request
 
-NONE = range(0)
+
+class Audited(NamedTuple):
+    """Blocks of one request that are compared."""
+
+    positions: range
+    match: ExternalMatch
+    """What would have been loaded."""
 
 
 class LoadAudits:
@@ -20,25 +27,19 @@ class LoadAudits:
     def __init__(self, share: float, *sources: str) -> None:
         """`share`: of the loads from `sources`, which are named without what follows a colon."""
         self._share, self._sources = share, sources
-        self._positions: dict[Request, range] = {}
-        self._matches: dict[Request, ExternalMatch] = {}
+        self._audited: dict[Request, Audited] = {}
 
     def begins(self, request: Request, match: ExternalMatch, first: int, num_blocks: int) -> bool:
         """Returns whether a load of `num_blocks` from block `first` on is computed instead."""
         if match.source.partition(":")[0] not in self._sources or random.random() >= self._share:
             return False
-        self._positions[request], self._matches[request] = range(first, first + num_blocks), match
+        self._audited[request] = Audited(range(first, first + num_blocks), match)
         return True
 
-    def positions_of(self, request: Request) -> range:
-        """Returns the positions of a request's blocks that are to be compared."""
-        return self._positions.get(request, NONE)
-
-    def match_of(self, request: Request) -> ExternalMatch:
-        """Returns what would have been loaded of a request whose blocks are compared."""
-        return self._matches[request]
+    def find(self, request: Request) -> Audited | None:
+        """Returns which blocks of a request are compared."""
+        return self._audited.get(request)
 
     def end(self, request: Request) -> None:
         """Forgets a request."""
-        self._positions.pop(request, None)
-        self._matches.pop(request, None)
+        self._audited.pop(request, None)

@@ -196,7 +196,8 @@ class BlockLoader:
         source = load.order.source
         self.cost.note_load(source, result.num_bytes, result.seconds, now)
         if result.outcome == "ok":
-            self.cost.note_good(source)
+            # it may have begun before the last stall, so a rest that has begun goes on
+            self.cost.rests.note_good(source, ends_rest=False)
         self.records.add(result)
         self._connector.on_load_finished(load.order, result)
         self._note_life(source, now)
@@ -267,7 +268,7 @@ class BlockLoader:
         for load in list(self.sent.values()):
             has_stalled = now >= load.progress_at + self.cost.stall_s
             if has_stalled:
-                self.cost.note_stall(load.order.source, now)
+                self.cost.rests.note_fault(load.order.source, now)  # several that stall together are one stall
                 load.progress_at = NEVER
             if load.stage == "sent" and (has_stalled or now >= load.deadline):
                 self.cancels.append(load.order.load_id)

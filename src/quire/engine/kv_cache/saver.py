@@ -237,13 +237,13 @@ class BlockSaver:
         """Returns where the blocks of a request belong if there are audits, by first and last: those that are audited
         are not saved."""
         audits = self._connector.audits
-        audited = range(0) if audits is None else audits.positions_of(request)
-        if audits is None or not audited:
+        audited = None if audits is None else audits.find(request)
+        if audited is None:
             return [(start, stop, saved)]
-        match = audits.match_of(request)
+        positions, match = audited
         compared = noted.audited.setdefault(match.source, (match, _make_candidates(len(saved))))[1]
-        bounds = [start, *(bound for bound in (audited.start, audited.stop) if start < bound < stop), stop]
-        return [(first, end, compared if first in audited else saved) for first, end in pairwise(bounds)]
+        bounds = [start, *(bound for bound in (positions.start, positions.stop) if start < bound < stop), stop]
+        return [(first, end, compared if first in positions else saved) for first, end in pairwise(bounds)]
 
     def note_scheduled(self, step: int) -> None:
         """Takes what was noted as filled by a step."""

@@ -389,7 +389,7 @@ class KVExchange(NoExchange, AdmissionGate):
 
     def _may_load(self, request: Request) -> bool:
         """Returns whether a request has not loaded yet, or may load what another source has, and is not audited."""
-        if self.connector.audits is not None and self.connector.audits.positions_of(request):
+        if self.connector.audits is not None and self.connector.audits.find(request) is not None:
             return False
         loaded = self._loaded.get(request)
         if not loaded:

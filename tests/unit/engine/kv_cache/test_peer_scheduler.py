@@ -269,14 +269,14 @@ def test_what_block_servers_have_is_audited_and_one_with_other_blocks_rests(tmp_
     assert audits is not None
     assert audits.begins(request, first, 0, 7)
     assert not audits.begins(request, first._replace(source="p2p:tcp://a:1"), 0, 7)
-    assert (audits.positions_of(request), audits.match_of(request)) == (range(7), first)
-    plan = half.half.plan_audit([], audits.match_of(request))
+    assert audits.find(request) == (range(7), first)
+    plan = half.half.plan_audit([], first)
     assert plan == {"peers": [("tcp://a:1", "")]}
     half.half.on_difference(SavedBlock(0, 1, KEY), plan)
     matches = half.half.find_matches(request, 0)
     assert matches == [second]
     audits.end(request)
-    assert not audits.positions_of(request)
+    assert audits.find(request) is None
     extra = {"path": str(tmp_path / "key"), "audit_share": 0.5}
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     with pytest.raises(ConfigError, match="loads from block servers are audited, and there are none"):
