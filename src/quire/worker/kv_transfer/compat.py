@@ -35,10 +35,10 @@ from quire.kv_store.connector import (
 from quire.kv_store.objects import decode_object, encode_object
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec
-from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, LoadResult, SaveResult, cut_load
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, cut_load
 from quire.worker.attention.backend import KVCache
 from quire.worker.kv_cache import KVCacheMemory
-from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker
+from quire.worker.kv_transfer.worker import KVConnectorWorker
 
 logger = init_logger(__name__)
 
@@ -76,7 +76,6 @@ class CompatWorker(KVConnectorWorker):
         self._crosses = crosses_processes(config)
         self._unsent: dict[str, list[Any]] = {"sent": [], "received": [], "failed": [], "invalid": []}
         """Ids that are to be reported."""
-        self._arrivals = Arrivals()
 
     def register_kv_caches(self, memory: Any) -> None:
         self._layers, kv_cache_config = self.describe_memory(memory)
@@ -114,9 +113,7 @@ class CompatWorker(KVConnectorWorker):
 
     def start(self, orders: KVConnectorMetadata) -> None:
         for transfer_id in orders.cancels:  # a connector has no way to end a load early
-            if not self._arrivals.has(transfer_id):
-                load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
-                self.report(KVConnectorOutput(loads=[load], saves=[save]))
+            self.answer_if_lost(transfer_id)
         params = orders.params
         if params is None:
             return
@@ -124,7 +121,7 @@ class CompatWorker(KVConnectorWorker):
             self._end(self._step, has_computed=False)
         step = self._step = _Step(params["step"], params)
         for order in orders.loads:
-            self._arrivals.add(order.load_id)
+            self.arrivals.add(order.load_id)
             if order.load_id in params["sync"]:
                 step.loads.append(order)
         self._begin(step)

@@ -23,10 +23,10 @@ from quire.config.model import resolve_dtype_name
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.fingerprint import ChangedFileError, FileDigests, HashingStoppedError, make_fingerprint
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorOutput, LoadResult, SaveResult
+from quire.wire.kv_transfer import KVConnectorOutput
 from quire.worker.kv_cache import KVCacheMemory
 from quire.worker.kv_transfer.transfers import BlockBytes, Namespace
-from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker, Report
+from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 
 logger = init_logger(__name__)
 
@@ -67,7 +67,6 @@ class RecordWorker(KVConnectorWorker):
         """Number of times that the weights were replaced."""
         self._blocks: BlockBytes | None = None
         self._memory: KVCacheMemory | None = None
-        self._arrivals = Arrivals()
         self.is_closed = threading.Event()
         self._hasher: threading.Thread | None = None
 
@@ -139,7 +138,7 @@ class RecordWorker(KVConnectorWorker):
 
     def begin(self, transfer_id: int, task: Transfer) -> None:
         """Notes an order that has arrived."""
-        self._arrivals.add(transfer_id)
+        self.arrivals.add(transfer_id)
         self.transfers[transfer_id] = task
 
     def cancel(self, transfer_id: int) -> None:
@@ -147,10 +146,8 @@ class RecordWorker(KVConnectorWorker):
         task = self.transfers.get(transfer_id)
         if task is not None:
             task.cancel()
-        elif not self._arrivals.has(transfer_id):
-            # which of the two it would have been is not known here: the engine looks for its id in both
-            load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
-            self._report(KVConnectorOutput(loads=[load], saves=[save]))
+        else:
+            self.answer_if_lost(transfer_id)
 
     def end(self, output: KVConnectorOutput) -> None:
         """Takes the report of a transfer, on its thread."""

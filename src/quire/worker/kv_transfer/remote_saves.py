@@ -35,11 +35,10 @@ from quire.wire.kv_transfer import (
     KVConnectorOutput,
     SaveOrder,
     SaveResult,
-    TransferOutcome,
 )
 from quire.worker.kv_transfer.record_worker import lower_priority
 from quire.worker.kv_transfer.transfers import LATE_S, PROGRESS_S, Namespace
-from quire.worker.kv_transfer.worker import Report
+from quire.worker.kv_transfer.worker import Report, outcome_of
 
 logger = init_logger(__name__)
 
@@ -90,10 +89,8 @@ class RemoteSave(Batch):
     def end(self, outcomes: Sequence[str]) -> None:
         num_saved = next((i for i, outcome in enumerate(outcomes) if outcome not in DONE), len(outcomes))
         reason = outcomes[num_saved] if num_saved < len(outcomes) else ""
-        outcome: TransferOutcome = "cancelled" if reason == "pins" else "partial" if reason else "ok"
-        if outcome == "partial" and not num_saved:
-            outcome = "failed"
         named = {"": "", "pins": "", "full": "full", "rate": "rate", AWAY: AWAY}.get(reason, "error")
+        outcome = outcome_of(num_saved, len(outcomes), named)
         result = SaveResult(self.order.save_id, num_saved, outcome, reason=named)
         result.num_present = sum(outcome == "present" for outcome in outcomes[:num_saved])
         result.num_bytes = sum(
