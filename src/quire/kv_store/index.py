@@ -290,10 +290,11 @@ class StoreScanner:
         self._thread = threading.Thread(target=self._run, name="kv-store-scan", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread. One that hangs in a system call is left behind."""
+    def stop(self) -> bool:
+        """Ends the thread. Returns False if it hangs in a system call: it is left behind."""
         self._stopped.set()
         self._thread.join(END_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         was_readable = True

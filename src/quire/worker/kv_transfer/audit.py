@@ -154,7 +154,7 @@ class RemoteAudit(BlockAudit):
             ) as peer:
                 if not peer.have([name])[0]:
                     raise InvalidRecordError("key", f"{self._address} does not have it any more")
-                ((head, stored),) = peer.fetch("", [name], lambda: self.is_cancelled)
+                ((head, stored),) = peer.fetch("", [name])
         except PeerError as e:
             self._fault = e
             raise

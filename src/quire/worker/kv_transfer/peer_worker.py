@@ -199,9 +199,9 @@ class PeerLoad:
             if block_ids[position]
         ]
         names = [(group, keys[position].digest) for position, group, _ in wanted]
-        is_cancelled, (address, incarnation) = self._is_cancelled.is_set, params["peers"][self._rank]
-        with self._client.connect(address, namespace.fingerprint, incarnation, is_cancelled) as peer:
-            records = peer.fetch(params.get("lease", ""), names, is_cancelled)
+        address, incarnation = params["peers"][self._rank]
+        with self._client.connect(address, namespace.fingerprint, incarnation, self._is_cancelled.is_set) as peer:
+            records = peer.fetch(params.get("lease", ""), names)
             places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
             for ((position, group, block_id), following), (head, stored) in zip(places, records, strict=True):
                 self._num_records += 1
@@ -296,9 +296,6 @@ class PeerWorker(RecordWorker):
             self.saver = RemoteSaver(
                 self._client, extra["tiers"][0], copied, partial(self._tell, "store_state"), partial(self._tell, "puts")
             )
-        self._watcher: ServerWatcher | None = None
-        """Thread that follows the first block server, for KV cache events."""
-        self._watch_lock = threading.Lock()
         self._keeper = _Tasks("kv-peer-keep", every=self._renew)
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -351,22 +348,11 @@ class PeerWorker(RecordWorker):
     def watch(self, fingerprint: bytes, generation: int) -> None:
         if self.saver is not None:
             self.saver.begin(fingerprint)
-        extra = self.config.kv_transfer_config.kv_connector_extra_config
-        with self._watch_lock:
-            self._stop_watching(time.monotonic())
-            if extra.get("publish_store") and not self.is_closed.is_set():
-                report = partial(self._report_changes, generation)
-                self._watcher = ServerWatcher(self._client, extra["tiers"][0], fingerprint, report)
+        super().watch(fingerprint, generation)
 
-    def _report_changes(
-        self, generation: int, added: Sequence[RecordName], removed: Sequence[RecordName], is_new: bool
-    ) -> None:
-        self._report(KVConnectorOutput(info={"watched": [added, removed, is_new], "generation": generation}))
-
-    def _stop_watching(self, deadline: float) -> bool:
-        """Returns False if the thread hangs."""
-        watcher, self._watcher = self._watcher, None
-        return watcher is None or watcher.stop(deadline)
+    def make_watcher(self, fingerprint: bytes, report: Callable[..., None]) -> ServerWatcher:
+        tiers = self.config.kv_transfer_config.kv_connector_extra_config["tiers"]
+        return ServerWatcher(self._client, tiers[0], fingerprint, report)
 
     def describe(self) -> dict[str, Any]:
         if self._server is None:
@@ -380,8 +366,6 @@ class PeerWorker(RecordWorker):
     def stop_threads(self) -> bool:
         deadline = time.monotonic() + END_S
         num_hung = sum(not threads.stop(deadline) for threads in (self._loads, self._tiers, self._keeper))
-        with self._watch_lock:
-            num_hung += not self._stop_watching(deadline)
         if self.saver is not None:
             num_hung += not self.saver.stop(deadline)
         if self._server is not None:

@@ -13,6 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,13 @@ LOW_PRIORITY = 10
 KNOWN_S, HASHING_S = 10.0, 0.5
 """Longest wait for a namespace, so that the first request finds blocks: where all weights were hashed before, and where
 files have to be read."""
+
+
+class Watcher(Protocol):
+    """A thread that follows which blocks a store holds, and reports the changes."""
+
+    def stop(self) -> bool:
+        """Ends it. Returns False if it hangs."""
 
 
 class Transfer(Protocol):
@@ -69,6 +77,9 @@ class RecordWorker(KVConnectorWorker):
         self._memory: KVCacheMemory | None = None
         self.is_closed = threading.Event()
         self._hasher: threading.Thread | None = None
+        self._watcher: Watcher | None = None
+        """Follows the store, for KV cache events."""
+        self._watch_lock = threading.Lock()
 
     @property
     def report(self) -> Report:  # a property: a callback that is registered gets a namespace that is known already
@@ -115,7 +126,8 @@ class RecordWorker(KVConnectorWorker):
         self.end_all()
         if self._hasher is not None:
             self._hasher.join()
-        if self.stop_threads():
+        has_watched = self._stop_watching()
+        if self.stop_threads() and has_watched:
             self.directory.close()  # a thread that hangs in a system call keeps it
 
     @abstractmethod
@@ -130,9 +142,26 @@ class RecordWorker(KVConnectorWorker):
         """Returns what the scheduler half needs to know besides the namespace."""
         return {}
 
+    @abstractmethod
+    def make_watcher(self, fingerprint: bytes, report: Callable[..., None]) -> Watcher:
+        """Returns a watcher of a namespace. `report` takes changes: the parameters of `StoredBlocks.update`."""
+
     def watch(self, fingerprint: bytes, generation: int) -> None:
         """Follows a namespace from now on, on any thread, and reports all of it. Ends what was followed before."""
-        return
+        if not self.config.kv_transfer_config.kv_connector_extra_config.get("publish_store"):
+            return
+        with self._watch_lock:
+            self._stop_watching()
+            if not self.is_closed.is_set():
+                self._watcher = self.make_watcher(fingerprint, partial(self._report_changes, generation))
+
+    def _report_changes(self, generation: int, *changes: Any) -> None:
+        self._report(KVConnectorOutput(info={"watched": list(changes), "generation": generation}))
+
+    def _stop_watching(self) -> bool:
+        """Returns False if the watcher hangs."""
+        watcher, self._watcher = self._watcher, None
+        return watcher is None or watcher.stop()
 
     # -- transfers ---------------------------------------------------------------------------------------------
 

@@ -345,7 +345,7 @@ class RemoteSaver:
             for index in _find_present(peer, batch, wanted):
                 outcomes[index] = "present"
             records = self._read(batch, [i for i in wanted if not outcomes[i]], outcomes)
-            for index, outcome in peer.put(records, is_cancelled):
+            for index, outcome in peer.put(records):
                 outcomes[index] = outcome if outcome in REMOTE_SAVE_OUTCOMES else "error"
             self._rests.note_good(self._address)
         if "stored" in outcomes:

@@ -26,6 +26,7 @@ ASK_S = 0.25
 
 WATCH_S = 1.0
 """Time between two questions for changes."""
+END_S = 1.0
 FORGET_S = 30.0
 """Time without an answer after which a server is taken to hold nothing."""
 Answers = dict[str, bytes]
@@ -138,11 +139,11 @@ class _Server:
 
     def _drop_once(self, order: _DropOrder) -> str:
         """Returns DROPPED, or why nothing is dropped. Raises PeerError."""
-        is_cancelled, left = self._is_stopped.is_set, order.deadline - time.monotonic()
-        with self._client.connect(self.address, order.fingerprint, is_cancelled=is_cancelled, timeout_s=left) as peer:
+        is_stopped, left = self._is_stopped.is_set, order.deadline - time.monotonic()
+        with self._client.connect(self.address, order.fingerprint, is_cancelled=is_stopped, timeout_s=left) as peer:
             if not peer.takes_records:
                 return "it is served without --allow-writes"
-            outcome = peer.drop(order.deadline - time.monotonic(), is_cancelled)
+            outcome = peer.drop(order.deadline - time.monotonic())
         return outcome if outcome == DROPPED else f"its disk fails ({outcome})"
 
     def _note_fault(self, why: object) -> None:
@@ -182,9 +183,7 @@ class _Server:
     def _have(self, keys: Sequence[RecordName], deadline: float) -> list[bool]:
         """Raises PeerError."""
         left = deadline - time.monotonic()
-        with self._client.connect(
-            self.address, self._fingerprint, is_cancelled=self._is_stopped.is_set, timeout_s=left
-        ) as peer:
+        with self._client.connect(self.address, self._fingerprint, timeout_s=left) as peer:
             return peer.have(keys, deadline - time.monotonic())
 
     def _revive(self) -> None:
@@ -275,10 +274,10 @@ class ServerWatcher:
         self._thread = threading.Thread(target=self._run, name="kv-tier-watch", daemon=True)
         self._thread.start()
 
-    def stop(self, deadline: float) -> bool:
+    def stop(self) -> bool:
         """Ends the thread. Returns False if it hangs."""
         self._is_stopped.set()
-        self._thread.join(max(0.1, deadline - time.monotonic()))
+        self._thread.join(END_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -291,9 +290,8 @@ class ServerWatcher:
 
     def _ask(self) -> bool:
         """Asks for changes and reports them. Returns whether there are more already. Raises PeerError."""
-        is_stopped = self._is_stopped.is_set
-        with self._client.connect(self._address, self._fingerprint, is_cancelled=is_stopped) as peer:
-            changes = peer.watch(self._cursor, is_stopped)
+        with self._client.connect(self._address, self._fingerprint, is_cancelled=self._is_stopped.is_set) as peer:
+            changes = peer.watch(self._cursor)
         self._rests.note_good(self._address)
         self._answered_ts = time.monotonic()
         is_new = changes.is_new and self._cursor != NO_CURSOR
