@@ -7,7 +7,6 @@ worker of an engine has a namespace of its own, for its part of each block: a bl
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
+from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow
 from quire.kv_store.watch import StoreWatcher
 from quire.logger import init_logger
 
@@ -159,11 +158,8 @@ class StoreIndex:
                 self._add_table(number, table)
             known.is_sealed = True
             return
-        descriptor = open_extent(self.directory.descriptor, file.name)
-        try:
+        with self.directory.opened(file.name) as descriptor:
             self._add(number, list(follow(descriptor, known.end, self.fingerprint)))
-        finally:
-            os.close(descriptor)
         self.directory.seal_if_orphan(file)
 
     def _add(self, number: int, entries: list[Entry]) -> None:
