@@ -165,7 +165,7 @@ def test_a_hung_server_costs_its_time_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_server_that_has_answered_another_question_meanwhile_is_not_dead(engine: Engine) -> None:
     """Stands for many questions at once, of which the last end without an answer."""
-    late = tiers_module._Question(KEYS, FINGERPRINT, 2, engine.reports.put)
+    late = tiers_module._Question(FINGERPRINT, 2, engine.reports.put, KEYS)
     engine.ask()
     assert late.end()
     assert not late.end(), "it is answered once"

@@ -191,12 +191,10 @@ class BlockSaver:
         self.unsent: list[SaveOrder] = []
         """Orders for the next step. They have no id yet."""
         self.sent: dict[int, SaveOrder] = {}
-        self._given_up: set[int] = set()
-        """Ids of sent saves that are not waited for."""
         self.cancels: list[int] = []
         """Ids to be sent."""
         self._deadlines: dict[int, float] = {}
-        """Times at which cancelled saves are given up, by id."""
+        """Times at which cancelled saves are given up, by id; never: they were."""
         self._num_pinned = 0
         self.postponed: dict[int, _Postponed] = {}
         """Blocks to be offered again, by block id, the oldest first. The result of their step is in."""
@@ -421,7 +419,6 @@ class BlockSaver:
         order = self.sent.pop(result.save_id, None)
         if order is None:
             return
-        self._given_up.discard(result.save_id)
         if self._deadlines.pop(result.save_id, None) is not None:
             self._set_deadline()
         if order.audit is not None:
@@ -464,12 +461,12 @@ class BlockSaver:
     @property
     def num_expected(self) -> int:
         """Number of sent saves that are waited for."""
-        return len(self.sent) - len(self._given_up)
+        return len(self.sent) - sum(deadline == NEVER for deadline in self._deadlines.values())
 
     def cancel_sent(self, now: float) -> None:
         """Asks for the end of all sent saves. Those that have not ended some time later are given up."""
         for save_id in self.sent:
-            if save_id not in self._given_up and save_id not in self._deadlines:
+            if save_id not in self._deadlines:
                 self.cancels.append(save_id)
                 self._deadlines[save_id] = now + QUARANTINE_S
         self._set_deadline()
@@ -480,8 +477,7 @@ class BlockSaver:
     def give_up(self, now: float) -> None:
         """Waits no longer for cancelled saves whose time has come; their blocks stay held until they end."""
         for save_id in [i for i, deadline in self._deadlines.items() if deadline <= now]:
-            del self._deadlines[save_id]
-            self._given_up.add(save_id)
+            self._deadlines[save_id] = NEVER
             self._manager.held.change(id(self.sent[save_id]), "quarantined")
         self._set_deadline()
 

@@ -105,14 +105,13 @@ class BlockBytes:
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
         start = 0
-        for part in self._parts[group]:
-            part[block_id] = np.frombuffer(payload, np.uint8, part.shape[1], start)
-            start += part.shape[1]
+        for piece in self.pieces(group, block_id):
+            piece[:] = payload[start : start + len(piece)]
+            start += len(piece)
 
     def copy_out(self, group: int, block_id: int) -> memoryview:
         """Returns a copy of the bytes of one block of a group. A stage without layers of the group has none."""
-        parts = [part[block_id] for part in self._parts[group]]
-        return np.concatenate(parts).data if parts else memoryview(b"")
+        return memoryview(b"".join(self.pieces(group, block_id)))
 
     def compress(self, group: int, payload: memoryview) -> bytes | None:
         """Returns a block's bytes, compressed; None: they do not become less."""
