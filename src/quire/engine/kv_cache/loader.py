@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import block_extra_keys, stored_extra_keys, stored_hashes
-from quire.engine.kv_cache.held import make_counts
+from quire.engine.kv_cache.held import add_count
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
@@ -48,23 +48,6 @@ class Load:
         return sum(len(key.token_ids) for key in self.order.keys)
 
 
-@dataclass
-class RecordCounts:
-    """Records that were read by loads which have ended: each was accepted or rejected."""
-
-    num_read: int = 0
-    num_accepted: int = 0
-    num_rejected: dict[str, int] = field(default_factory=make_counts)
-    """Counts by reason."""
-
-    def add(self, result: LoadResult) -> None:
-        """Adds those of a load."""
-        self.num_read += result.num_records
-        self.num_accepted += result.num_accepted
-        for reason, number in result.num_rejected.items():
-            self.num_rejected[reason] += number
-
-
 class BlockLoader:
     """Owns the loads of one engine, and the holds on their blocks. Knows nothing of queues."""
 
@@ -76,8 +59,6 @@ class BlockLoader:
         """Loads that the worker has, by id; zombies among them."""
         self.cancels: list[int] = []
         """Ids to be sent."""
-        self.records = RecordCounts()
-        """Counts since the last statistics; they are replaced by new ones then."""
         self._by_digest: dict[bytes, Load] = {}
         """The active load of each block."""
         self.next_deadline = NEVER
@@ -198,7 +179,7 @@ class BlockLoader:
         if result.outcome == "ok":
             # it may have begun before the last stall, so a rest that has begun goes on
             self.cost.rests.note_good(source, ends_rest=False)
-        self.records.add(result)
+        self._count_records(result)
         self._connector.on_load_finished(load.order, result)
         self._note_life(source, now)
         if load.stage not in ("sent", "cancelled"):
@@ -211,6 +192,14 @@ class BlockLoader:
         if not num_accepted:
             self.release(load)
         return load, num_accepted
+
+    def _count_records(self, result: LoadResult) -> None:
+        """Counts the records that a load has read: each was accepted or rejected."""
+        stats = self._manager.held.stats
+        stats.num_read_records += result.num_records
+        stats.num_accepted_records += result.num_accepted
+        for reason, number in result.num_rejected.items():
+            add_count(stats.num_rejected_records, reason, number)
 
     def _count_acceptable(self, load: Load, num_verified: int) -> int:
         """Returns how many of the verified blocks are still the request's: its adapter may have changed meanwhile."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
-from quire.engine.kv_cache.held import make_counts
+from quire.engine.kv_cache.held import add_count
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request
@@ -155,20 +154,6 @@ class _Postponed(NamedTuple):
     computed_at: float
 
 
-@dataclass
-class SaveCounts:
-    """Counts of blocks to be saved. Those that began were saved or dropped since, or wait."""
-
-    num_begun: int = 0
-    num_saved: int = 0
-    num_dropped: dict[str, int] = field(default_factory=make_counts)
-    """Counts by reason."""
-    num_audited: dict[str, int] = field(default_factory=make_counts)
-    """Counts by outcome: same, differs, skipped."""
-    save_lags: list[float] = field(default_factory=list)
-    """Per save that has stored blocks: time since its oldest block was computed."""
-
-
 class BlockSaver:
     """Owns the saves of one engine. Blocks are noted when their step is scheduled, and saved when its result is in: all
     of a step at once, list by list, because a call for each block costs more than the rest of its save here.
@@ -181,7 +166,7 @@ class BlockSaver:
     """
 
     def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, max_pinned_blocks: int) -> None:
-        self._connector, self._manager = connector, manager
+        self._connector, self._manager, self._held = connector, manager, manager.held
         self._max_pinned_blocks = max_pinned_blocks
         manager.on_full_blocks = self.note_full
         self.noted: _FilledBlocks | None = None
@@ -202,8 +187,6 @@ class BlockSaver:
         """Time at which the store can take postponed blocks."""
         self.next_deadline = NEVER
         """Time at which `give_up` or `offer_postponed` has something to do."""
-        self.counts = SaveCounts()
-        """Counts since the last statistics; they are replaced by new ones then."""
         self._ordered: dict[int, _Ordered] = {}
         """Facts of orders, by `id`."""
 
@@ -272,7 +255,7 @@ class BlockSaver:
             candidates = noted.take_unchanged()
             if candidates.blocks:
                 num_decided, num_taken = self._offer(group_id, candidates, draft)
-                self.counts.num_begun += num_taken
+                self._held.stats.num_saves_begun += num_taken
                 if num_decided < len(candidates.blocks):
                     self._postpone(group_id, candidates, num_decided, now)
         self._order(draft, now)
@@ -296,8 +279,8 @@ class BlockSaver:
         for group_id, of_group in enumerate(audited):
             room = max(0, self._max_pinned_blocks - self._num_pinned - len(draft.blocks))
             if len(of_group.blocks) > room:
-                self.counts.num_audited["skipped"] += len(of_group.blocks) - room
-                self._manager.held.has_changed = True
+                add_count(self._held.stats.num_audited_blocks, "skipped", len(of_group.blocks) - room)
+                self._held.has_changed = True
             draft.add(group_id, of_group.take(range(min(room, len(of_group.blocks)))))
         self._order(draft, now, match)
 
@@ -306,7 +289,7 @@ class BlockSaver:
         if draft.blocks:
             audit = None if audited is None else self._connector.plan_audit(draft.columns, audited)
             order = SaveOrder(0, draft.columns, audit=audit)
-            self._manager.held.pin(id(order), draft.blocks)
+            self._held.pin(id(order), draft.blocks)
             self._num_pinned += len(draft.blocks)
             noted_at = self._manager.block_pool.cached_blocks.num_changes
             self._ordered[id(order)] = _Ordered(computed_at, noted_at, draft.adapters)
@@ -324,8 +307,8 @@ class BlockSaver:
                 former = self.postponed.pop(next(iter(self.postponed)))
             self._drop("evicted", former is not None)
             self.postponed[block.block_id] = _Postponed(group_id, digest, parent, adapter, noted_at, now)
-        self.counts.num_begun += num_begun
-        self._manager.held.has_changed = True
+        self._held.stats.num_saves_begun += num_begun
+        self._held.has_changed = True
 
     def _postpone_unsaved(self, order: SaveOrder, num_saved: int) -> None:
         """Postpones the blocks of an order behind the first `num_saved`: they come before the others, as older ones."""
@@ -344,7 +327,7 @@ class BlockSaver:
             del self.postponed[block_id]
             num_dropped += 1
         self._drop("evicted", num_dropped)
-        self._manager.held.has_changed = True
+        self._held.has_changed = True
 
     def offer_postponed(self, now: float) -> None:
         """Orders saves of postponed blocks, as far as there are pins."""
@@ -394,8 +377,8 @@ class BlockSaver:
     def _drop(self, reason: str, number: int) -> None:
         """Counts blocks that are not saved, if there are any."""
         if number:
-            self.counts.num_dropped[reason] += number
-            self._manager.held.has_changed = True
+            add_count(self._held.stats.num_dropped_blocks, reason, number)
+            self._held.has_changed = True
 
     def count_waiting(self) -> dict[str, int]:
         """Returns the number of blocks that are to be saved, by state: pinned for an order, or postponed. Among the
@@ -425,10 +408,10 @@ class BlockSaver:
             self._end_audit(order, result)
             return
         self._connector.on_save_finished(order, result)
-        self.counts.num_saved += result.num_saved - result.num_present
+        self._held.stats.num_saved_blocks += result.num_saved - result.num_present
         self._drop("present", result.num_present)
         if result.num_saved > result.num_present:
-            self.counts.save_lags.append(ended_at - self._ordered[id(order)].computed_at)
+            self._held.stats.save_lags.append(ended_at - self._ordered[id(order)].computed_at)
         if result.reason == AWAY:
             self._postpone_unsaved(order, result.num_saved)
         elif result.num_saved < len(order.blocks):
@@ -441,7 +424,7 @@ class BlockSaver:
         num_skipped = max(0, len(order.blocks) - result.num_saved - num_differing)
         for outcome, number in ("same", result.num_saved), ("differs", num_differing), ("skipped", num_skipped):
             if number:
-                self.counts.num_audited[outcome] += number
+                add_count(self._held.stats.num_audited_blocks, outcome, number)
         for index in result.differing:
             self._connector.on_difference(order.blocks[index], order.audit or {})
         self._let_go(order)
@@ -478,10 +461,10 @@ class BlockSaver:
         """Waits no longer for cancelled saves whose time has come; their blocks stay held until they end."""
         for save_id in [i for i, deadline in self._deadlines.items() if deadline <= now]:
             self._deadlines[save_id] = NEVER
-            self._manager.held.change(id(self.sent[save_id]), "quarantined")
+            self._held.change(id(self.sent[save_id]), "quarantined")
         self._set_deadline()
 
     def _let_go(self, order: SaveOrder) -> None:
-        self._manager.held.release(id(order))
+        self._held.release(id(order))
         del self._ordered[id(order)]
         self._num_pinned -= len(order.blocks)
