@@ -125,18 +125,33 @@ class HeldBlocks:
             yield from blocks
 
 
-class BlockLeases:
+class SaveOrders:
+    """Orders of which each ends with a `SaveResult`."""
+
+    def __init__(self) -> None:
+        self.unsent: list[SaveOrder] = []
+        """Orders for the next step. They have no id yet."""
+        self.sent: dict[int, SaveOrder] = {}
+        """Orders that the worker has, by id, the oldest first."""
+        self.cancels: list[int] = []
+        """Ids to be sent."""
+
+    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
+        """Returns the orders to send, with ids from `ids`."""
+        orders, self.unsent = self.unsent, []
+        for order, save_id in zip(orders, ids, strict=False):
+            order.save_id = save_id
+            self.sent[save_id] = order
+        return orders
+
+
+class BlockLeases(SaveOrders):
     """Owns the leases of one engine, and the holds on their blocks. A lease is sent to the worker as a save, and ends
     with its result."""
 
     def __init__(self, manager: KVCacheManager) -> None:
+        super().__init__()
         self._manager = manager
-        self.unsent: list[SaveOrder] = []
-        """Orders for the next step. They have no id yet."""
-        self.sent: dict[int, SaveOrder] = {}
-        """The oldest first."""
-        self.cancels: list[int] = []
-        """Ids to be sent."""
         self._broken: set[int] = set()
         """Ids of leases that were cancelled."""
         self._given_up: set[int] = set()
@@ -168,14 +183,6 @@ class BlockLeases:
                     order.blocks.add(group_id, table[index].block_id, key)
         self.unsent.append(order)
         return num_blocks * size
-
-    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
-        """Returns the orders to send, with ids from `ids`."""
-        orders, self.unsent = self.unsent, []
-        for order, lease_id in zip(orders, ids, strict=False):
-            order.save_id = lease_id
-            self.sent[lease_id] = order
-        return orders
 
     def end(self, result: SaveResult) -> None:
         """Takes in the end of a lease. One that is not known has ended before, or is no lease."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
-from quire.engine.kv_cache.held import add_count
+from quire.engine.kv_cache.held import SaveOrders, add_count
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request
@@ -154,7 +154,7 @@ class _Postponed(NamedTuple):
     computed_at: float
 
 
-class BlockSaver:
+class BlockSaver(SaveOrders):
     """Owns the saves of one engine. Blocks are noted when their step is scheduled, and saved when its result is in: all
     of a step at once, list by list, because a call for each block costs more than the rest of its save here.
 
@@ -166,6 +166,7 @@ class BlockSaver:
     """
 
     def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, max_pinned_blocks: int) -> None:
+        super().__init__()
         self._connector, self._manager, self._held = connector, manager, manager.held
         self._max_pinned_blocks = max_pinned_blocks
         manager.on_full_blocks = self.note_full
@@ -173,11 +174,6 @@ class BlockSaver:
         """Blocks that the next step fills; None: there are none."""
         self.steps: deque[tuple[int, _FilledBlocks]] = deque()
         """Steps without a result that fill blocks: number and blocks."""
-        self.unsent: list[SaveOrder] = []
-        """Orders for the next step. They have no id yet."""
-        self.sent: dict[int, SaveOrder] = {}
-        self.cancels: list[int] = []
-        """Ids to be sent."""
         self._deadlines: dict[int, float] = {}
         """Times at which cancelled saves are given up, by id; never: they were."""
         self._num_pinned = 0
@@ -388,14 +384,6 @@ class BlockSaver:
         return {"pinned": self._num_pinned - num_audited, "postponed": len(self.postponed)}
 
     # -- orders ------------------------------------------------------------------------------------------------
-
-    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
-        """Returns the orders to send, with ids from `ids`."""
-        orders, self.unsent = self.unsent, []
-        for order, save_id in zip(orders, ids, strict=False):
-            order.save_id = save_id
-            self.sent[save_id] = order
-        return orders
 
     def end(self, result: SaveResult, ended_at: float) -> None:
         """Takes in the end of a save. One that is not known has ended before."""
