@@ -55,8 +55,8 @@ go with the next step."""
 class _Step:
     """The step that is being made."""
 
-    number: int
     params: dict[str, Any]
+    """What the scheduler half has sent with it."""
     loads: list[LoadOrder] = field(default_factory=list)
     """Synchronous loads, which end with it."""
     has_failed: bool = False
@@ -119,7 +119,7 @@ class CompatWorker(KVConnectorWorker):
             return
         if self._step is not None:  # its forward pass has failed
             self._end(self._step, has_computed=False)
-        step = self._step = _Step(params["step"], params)
+        step = self._step = _Step(params)
         for order in orders.loads:
             self.arrivals.add(order.load_id)
             if order.load_id in params["sync"]:
@@ -131,9 +131,9 @@ class CompatWorker(KVConnectorWorker):
         assert foreign is not None, "there is a cache before the first step"
         meta = step.params["meta"]
         if self._crosses and meta is not None:
-            meta = ask(self.foreign, None, decode_object, meta)
-        ask(self.foreign, None, foreign.handle_preemptions, meta)
-        ask(self.foreign, None, foreign.bind_connector_metadata, meta)
+            meta = ask(foreign, None, decode_object, meta)
+        ask(foreign, None, foreign.handle_preemptions, meta)
+        ask(foreign, None, foreign.bind_connector_metadata, meta)
         try:
             foreign.start_load_kv(LoadContext(self._layers))
             for name in self._layers if step.loads else ():
@@ -151,13 +151,13 @@ class CompatWorker(KVConnectorWorker):
         foreign = self.foreign
         assert foreign is not None
         for name, layer in self._layers.items() if has_computed else ():
-            ask(self.foreign, None, foreign.save_kv_layer, name, layer, None)
-        ask(self.foreign, None, foreign.wait_for_save)
+            ask(foreign, None, foreign.save_kv_layer, name, layer, None)
+        ask(foreign, None, foreign.wait_for_save)
         none, finished = TransferResults(), set(step.params["finished"])
-        results = ask(self.foreign, none, foreign.get_transfer_results, finished)
-        invalid = ask(self.foreign, set(), foreign.get_block_ids_with_load_errors)
+        results = ask(foreign, none, foreign.get_transfer_results, finished)
+        invalid = ask(foreign, set(), foreign.get_block_ids_with_load_errors)
         message = self._take_message(foreign)
-        ask(self.foreign, None, foreign.clear_connector_metadata)
+        ask(foreign, None, foreign.clear_connector_metadata)
         unsent = self._unsent
         unsent["sent"] += results.finished_sending or ()
         unsent["received"] += results.finished_recving or ()
@@ -169,7 +169,7 @@ class CompatWorker(KVConnectorWorker):
             is_told = not (unsent["invalid"] or unsent["failed"])  # what is wrong comes no later than the end
             report.info |= {"received": _take(unsent["received"]) if is_told else [], "message": message}
         if self._crosses:
-            report.step = step.number  # the others report it, too
+            report.step = step.params["step"]  # the others report it, too
             self.report(report)
         elif report:
             self.report(report)
@@ -194,7 +194,7 @@ class CompatWorker(KVConnectorWorker):
         foreign, self.foreign = self.foreign, None
         self._layers, self._step = {}, None
         if foreign is not None:
-            ask(self.foreign, None, foreign.shutdown)
+            ask(foreign, None, foreign.shutdown)
 
 
 def _take(ids: list[Any]) -> list[Any]:
