@@ -15,7 +15,8 @@ An error of the connector is logged and costs a load or a save, not the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,30 +84,14 @@ class _Load:
     """Blocks that some worker could not load."""
 
 
-class FinishedCounts:
-    """Requests that some workers have named, and not yet as many as needed."""
-
-    def __init__(self, num_needed: int) -> None:
-        self._num_needed = num_needed
-        self._counts: dict[str, int] = {}
-
-    def add(self, request_ids: Iterable[str]) -> list[str]:
-        """Notes that a worker has named these. Returns those that enough workers have named with it."""
-        done: list[str] = []
-        for request_id in request_ids:
-            count = self._counts.pop(request_id, 0) + 1
-            if count < self._num_needed:
-                self._counts[request_id] = count
-            else:
-                done.append(request_id)
-        return done
-
-
 class WorkerReports:
     """Requests that some workers have named and others have yet to, and the asynchronous loads that end so."""
 
     def __init__(self, num_needed: int) -> None:
-        self._sent, self._received = FinishedCounts(num_needed), FinishedCounts(num_needed)
+        self._num_needed = num_needed
+        self._counts = Counter[tuple[str, str]]()
+        """Numbers of workers that have named a request, and not yet as many as needed: "sent" or "received", and its
+        id."""
         self._failed: set[str] = set()
         """Requests that some worker has named as failed, and too few as received."""
         self._loads: dict[str, list[_Load]] = {}
@@ -131,8 +116,8 @@ class WorkerReports:
         for info in infos:
             output.invalid_block_ids.update(info["invalid"])
             self._failed.update(info["failed"])
-            sent += self._sent.add(info["sent"])
-            received += self._received.add(info["received"])
+            sent += self._count("sent", info["sent"])
+            received += self._count("received", info["received"])
         output.finished_sending, output.finished_recving = set(sent), set(received)
         output.failed_recving = self._failed & output.finished_recving
         if output.invalid_block_ids:
@@ -147,6 +132,16 @@ class WorkerReports:
                 load = loads.pop(0)
                 ended.append(cut_load(load.order, load.invalid, has_failed=has_failed))
         return output, ended
+
+    def _count(self, kind: str, request_ids: Sequence[str]) -> list[str]:
+        """Notes that a worker has named these. Returns those that enough workers have named with it."""
+        done: list[str] = []
+        for request_id in request_ids:
+            self._counts[kind, request_id] += 1
+            if self._counts[kind, request_id] == self._num_needed:
+                del self._counts[kind, request_id]
+                done.append(request_id)
+        return done
 
 
 class ForeignScheduler(KVConnectorScheduler):
