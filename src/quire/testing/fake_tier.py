@@ -232,8 +232,6 @@ class FakeTierWorker(KVConnectorWorker):
         fake, tables give back what has left their window only in the step."""
         self.active: dict[int, _Transfer] = {}
         self._last_id = 0
-        self._lost_ids: set[int] = set()
-        """Ids that were passed over."""
 
     def register_kv_caches(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -245,17 +243,15 @@ class FakeTierWorker(KVConnectorWorker):
         for transfer_id in orders.cancels:
             if transfer_id in self.active:
                 self.active[transfer_id].is_cancelled = True
-            elif transfer_id > self._last_id or transfer_id in self._lost_ids:
-                self._lost_ids.discard(transfer_id)
-                result = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
-                self.report(KVConnectorOutput([result[0]], [result[1]]))
+            else:
+                self.answer_if_lost(transfer_id)
         started: list[LoadOrder | SaveOrder] = [*orders.loads, *orders.saves]
         for order in started:
             manner = self.rng.choice(self.manners)
             transfer = _Transfer(order, self._memory, self._part, self.namespace, manner)
             if transfer.id <= self._last_id:
                 raise ProtocolError(f"transfer {transfer.id} comes after {self._last_id}")
-            self._lost_ids.update(range(self._last_id + 1, transfer.id))
+            self.arrivals.add(transfer.id)
             self.active[transfer.id], self._last_id = transfer, transfer.id
         while self.is_prompt and self.active:
             self.advance()

@@ -240,9 +240,9 @@ class ForeignScheduler(KVConnectorScheduler):
     ) -> None:
         self._tables[request.request_id] = tables
         if not num_external_tokens:
-            self._tell_blocks(request, _ids_of(tables), 0)
+            self._pass_blocks(request, _ids_of(tables), 0)
 
-    def _tell_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
+    def _pass_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
         foreign = self._requests.get(request.request_id)
         if foreign is not None:
             blocks = ForeignBlocks(block_ids)
@@ -274,7 +274,7 @@ class ForeignScheduler(KVConnectorScheduler):
             load.is_begun = True
             if load.is_async:
                 self._reports.expect(load)
-            self._tell_blocks(load.request, load.block_ids, load.num_tokens)
+            self._pass_blocks(load.request, load.block_ids, load.num_tokens)
         meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(output, begun))
         is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
         is_waiting = is_waiting or ask(self.foreign, False, self.foreign.has_pending_push_work)

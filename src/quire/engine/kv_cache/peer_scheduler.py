@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import and_
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -73,12 +71,13 @@ class _Asked:
 
     def join(self) -> dict[str, int]:
         """Returns what the servers have for all workers."""
-        first, *others = self.answers.values()
-        common = [address for address in first if all(address in answer for answer in others)]
-        bits = {
-            address: [int.from_bytes(one[address], "little") for one in self.answers.values()] for address in common
-        }
-        return {address: reduce(and_, each) for address, each in bits.items()}
+        first, *others = [
+            {address: int.from_bytes(bits, "little") for address, bits in answer.items()}
+            for answer in self.answers.values()
+        ]
+        for other in others:
+            first = {address: bits & other[address] for address, bits in first.items() if address in other}
+        return first
 
 
 class _Drops:
@@ -277,17 +276,17 @@ class PeerScheduler(RecordScheduler):
         if result.outcome == "ok":
             self._rests.note_good(address)
         elif result.reason in (UNFIT if "lease" in params else UNTRUE):
-            seconds = self._rests.note_fault(address, time.monotonic())
-            why = UNFIT.get(result.reason, f"it has not sent what it said it has ({result.reason})")
-            logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, why)
+            self._rest(address, UNFIT.get(result.reason, f"it has not sent what it said it has ({result.reason})"))
+
+    def _rest(self, address: str, why: str) -> None:
+        seconds = self._rests.note_fault(address, time.monotonic())
+        logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, why)
 
     def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
         return {"peers": (match.params or {})["peers"]}
 
     def on_difference(self, block: SavedBlock, audit: dict[str, Any]) -> None:
-        address = audit["peers"][0][0]
-        seconds = self._rests.note_fault(address, time.monotonic())
-        logger.warning("nothing is taken from %s for %.0f s: it has other blocks than are computed", address, seconds)
+        self._rest(audit["peers"][0][0], "it has other blocks than are computed")
 
     # -- saves -------------------------------------------------------------------------------------------------
 

@@ -166,8 +166,8 @@ class CompatWorker(KVConnectorWorker):
         report = KVConnectorOutput([cut_load(order, invalid, has_failed=step.has_failed) for order in step.loads])
         if message is not None or any(unsent.values()):
             report.info = {name: _take(unsent[name]) for name in ("sent", "invalid", "failed")}
-            is_told = not (unsent["invalid"] or unsent["failed"])  # what is wrong comes no later than the end
-            report.info |= {"received": _take(unsent["received"]) if is_told else [], "message": message}
+            is_whole = not (unsent["invalid"] or unsent["failed"])  # what is wrong comes no later than the end
+            report.info |= {"received": _take(unsent["received"]) if is_whole else [], "message": message}
         if self._crosses:
             report.step = step.params["step"]  # the others report it, too
             self.report(report)

@@ -293,9 +293,8 @@ class PeerWorker(RecordWorker):
         self.saver: RemoteSaver | None = None
         """None: no block server is given records."""
         if extra["tiers"] and extra["saves"]:
-            self.saver = RemoteSaver(
-                self._client, extra["tiers"][0], copied, partial(self._tell, "store_state"), partial(self._tell, "puts")
-            )
+            report_state, report_counts = (partial(self._send_info, name) for name in ("store_state", "puts"))
+            self.saver = RemoteSaver(self._client, extra["tiers"][0], copied, report_state, report_counts)
         self._keeper = _Tasks("kv-peer-keep", every=self._renew)
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -342,7 +341,7 @@ class PeerWorker(RecordWorker):
             self.arrivals.add(order.save_id)
             self._report(KVConnectorOutput(saves=[SaveResult(order.save_id, 0, "failed", reason="error")]))
 
-    def _tell(self, name: str, value: Any) -> None:
+    def _send_info(self, name: str, value: Any) -> None:
         self._report(KVConnectorOutput(info={name: value}))
 
     def watch(self, fingerprint: bytes, generation: int) -> None:
@@ -376,7 +375,7 @@ class PeerWorker(RecordWorker):
     # -- what servers have, and leases elsewhere ---------------------------------------------------------------
 
     def _report_tiers(self, request_id: str, answers: Answers) -> None:
-        self._report(KVConnectorOutput(info={"have": {request_id: answers}}))
+        self._send_info("have", {request_id: answers})
 
     def _drop_records(self, number: int) -> None:
         """Orders the block servers to drop the records of this namespace, and reports the outcomes."""
@@ -385,7 +384,7 @@ class PeerWorker(RecordWorker):
         self._tiers.drop(
             None if namespace is None else namespace.fingerprint,
             prepare,
-            lambda outcomes: self._tell("dropped", [number, outcomes]),
+            lambda outcomes: self._send_info("dropped", [number, outcomes]),
         )
 
     def _release(self, lease: str) -> None:

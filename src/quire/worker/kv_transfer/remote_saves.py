@@ -227,36 +227,30 @@ class RemoteSaver:
     def _run(self) -> None:
         if self._directory is not None:
             lower_priority()  # no block is pinned meanwhile
-        while (batch := self._await_batch()) is not None:
-            if batch:
-                self._put(*batch)
-            else:
-                self._try()
+        while (task := self._await_task()) is not None:
+            task()
             with self._lock:
                 self._batch = None
                 self._lock.notify_all()
             self._send_counts()
-            del batch  # it holds the memory of the KV cache, which may be released now
+            del task  # it holds the memory of the KV cache, which may be released now
 
-    def _await_batch(self) -> tuple[Batch, ...] | None:
-        """Returns the next batch; nothing: the server is to be tried; None: the engine ends."""
+    def _await_task(self) -> Callable[[], None] | None:
+        """Returns what is to be done next: a batch is put, or the server is tried. None: the engine ends."""
         with self._lock:
             while True:
                 is_awaited = bool(self._saves or (self._copies and self._state != "away"))
                 if self._is_over() or (self._stop_at is not None and not is_awaited):
                     return None
-                left = (
-                    self._rests.seconds_left(self._address, time.monotonic())
-                    if self._state in ("away", "closed")
-                    else None
-                )
+                is_open = self._state in ("open", None)
+                left = None if is_open else self._rests.seconds_left(self._address, time.monotonic())
                 if self._fingerprint is not None and (self._state is None or left == 0.0):
-                    return ()
+                    return self._try
                 if self._saves:
-                    return (self._saves.popleft(),)
+                    return partial(self._put, self._saves.popleft())
                 if is_awaited and self._directory is not None:
                     self._batch = self._take_copies(self._directory)
-                    return (self._batch,)
+                    return partial(self._put, self._batch)
                 self._lock.wait(left)
 
     def _take_copies(self, directory: StoreDirectory) -> _Copies:
