@@ -74,25 +74,17 @@ class BlockLoader:
     def choose(
         self, request: Request, start: int, matches: Sequence[ExternalMatch], now: float
     ) -> ExternalMatch | None:
-        """Returns the match whose request can begin first, of those that may be loaded; None: computing is better."""
-
-        def rate(match: ExternalMatch) -> tuple[float, int]:
-            num_queued = self._count_queued(match.source)
-            seconds = self.cost.predict_total(match.source, start, match.num_tokens, num_queued, request.num_tokens)
-            return seconds, -match.num_tokens
-
-        able = [match for match in matches if self.may_load(request, start, match, now)]
-        return min(able, key=rate, default=None)
-
-    def may_load(self, request: Request, start: int, match: ExternalMatch, now: float) -> bool:
-        """Returns whether loading what was matched after the first `start` tokens is allowed, and pays."""
-        if any(load.is_overdue and load.order.source == match.source for load in self.sent.values()):
-            return False
-        num_queued = self._count_queued(match.source)
-        return self.cost.should_load(match.source, start, match.num_tokens, num_queued, now)
-
-    def _count_queued(self, source: str) -> int:
-        return sum(load.num_tokens for load in self.active.values() if load.order.source == source)
+        """Returns the match whose request can begin first, of those that may be loaded; None: computing is better.
+        `start`: tokens before what was matched."""
+        overdue = {load.order.source for load in self.sent.values() if load.is_overdue}
+        rated: list[tuple[float, int, ExternalMatch]] = []
+        for match in matches:
+            source, num_tokens = match.source, match.num_tokens
+            num_queued = sum(load.num_tokens for load in self.active.values() if load.order.source == source)
+            if source not in overdue and self.cost.should_load(source, start, num_tokens, num_queued, now):
+                seconds = self.cost.predict_total(source, start, num_tokens, num_queued, request.num_tokens)
+                rated.append((seconds, -num_tokens, match))
+        return min(rated, key=lambda one: one[:2])[2] if rated else None
 
     def begin(
         self,

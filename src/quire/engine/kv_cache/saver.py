@@ -103,13 +103,17 @@ def _make_candidates(num_groups: int) -> list[_Candidates]:
 
 
 class _Draft:
-    """An order that is being made."""
+    """An order that is being made, and what is known of its blocks until it ends."""
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
         self.adapters: list[str] = []
         """Digests of their adapters."""
         self.columns = SavedBlocks()
+        self.computed_at = 0.0
+        """Time at which the oldest of them was computed."""
+        self.noted_at = 0
+        """Number of changes of the cache when they were ordered."""
 
     def add(self, group_id: int, more: _Candidates) -> None:
         """Adds blocks of a group, none of which has lost its content."""
@@ -129,17 +133,6 @@ class _Draft:
         columns.token_ids += [content.token_ids for content in contents if content is not None]
         self.blocks += more.blocks
         self.adapters += more.adapters
-
-
-class _Ordered(NamedTuple):
-    """Facts of the blocks of an order."""
-
-    computed_at: float
-    """Time at which the oldest of them was computed."""
-    noted_at: int
-    """Number of changes of the cache when they were ordered."""
-    adapters: list[str]
-    """Digests of their adapters."""
 
 
 class _Postponed(NamedTuple):
@@ -183,8 +176,8 @@ class BlockSaver(SaveOrders):
         """Time at which the store can take postponed blocks."""
         self.next_deadline = NEVER
         """Time at which `give_up` or `offer_postponed` has something to do."""
-        self._ordered: dict[int, _Ordered] = {}
-        """Facts of orders, by `id`."""
+        self._drafts: dict[int, _Draft] = {}
+        """Drafts of the orders that have not ended, by `id` of the order."""
 
     def note_full(self, request: Request, start: int, stop: int, tables: Sequence[list[KVCacheBlock]]) -> None:
         """Notes that the next step fills the blocks `start` to `stop` of a request, whose `tables` are one per group.
@@ -287,8 +280,8 @@ class BlockSaver(SaveOrders):
             order = SaveOrder(0, draft.columns, audit=audit)
             self._held.pin(id(order), draft.blocks)
             self._num_pinned += len(draft.blocks)
-            noted_at = self._manager.block_pool.cached_blocks.num_changes
-            self._ordered[id(order)] = _Ordered(computed_at, noted_at, draft.adapters)
+            draft.computed_at, draft.noted_at = computed_at, self._manager.block_pool.cached_blocks.num_changes
+            self._drafts[id(order)] = draft
             self.unsent.append(order)
 
     # -- postponed blocks --------------------------------------------------------------------------------------
@@ -309,13 +302,12 @@ class BlockSaver(SaveOrders):
     def _postpone_unsaved(self, order: SaveOrder, num_saved: int) -> None:
         """Postpones the blocks of an order behind the first `num_saved`: they come before the others, as older ones."""
         pool, found = self._manager.block_pool.blocks, dict[int, _Postponed]()
-        computed_at, noted_at, adapters = self._ordered[id(order)]
-        columns = order.blocks
+        draft, columns = self._drafts[id(order)], order.blocks
         for i in range(num_saved, len(columns)):
             block_id = columns.block_ids[i]
-            if pool[block_id].forgotten_at <= noted_at:
-                names = columns.group_ids[i], columns.digests[i], columns.parents[i], adapters[i]
-                found[block_id] = _Postponed(*names, noted_at, computed_at)
+            if pool[block_id].forgotten_at <= draft.noted_at:
+                names = columns.group_ids[i], columns.digests[i], columns.parents[i], draft.adapters[i]
+                found[block_id] = _Postponed(*names, draft.noted_at, draft.computed_at)
         num_dropped = len(columns) - num_saved - len(found)
         num_dropped += sum(self.postponed.pop(block_id, None) is not None for block_id in found)  # what they had before
         self.postponed = found | self.postponed
@@ -399,7 +391,7 @@ class BlockSaver(SaveOrders):
         self._held.stats.num_saved_blocks += result.num_saved - result.num_present
         self._drop("present", result.num_present)
         if result.num_saved > result.num_present:
-            self._held.stats.save_lags.append(ended_at - self._ordered[id(order)].computed_at)
+            self._held.stats.save_lags.append(ended_at - self._drafts[id(order)].computed_at)
         if result.reason == AWAY:
             self._postpone_unsaved(order, result.num_saved)
         elif result.num_saved < len(order.blocks):
@@ -454,5 +446,5 @@ class BlockSaver(SaveOrders):
 
     def _let_go(self, order: SaveOrder) -> None:
         self._held.release(id(order))
-        del self._ordered[id(order)]
+        del self._drafts[id(order)]
         self._num_pinned -= len(order.blocks)
