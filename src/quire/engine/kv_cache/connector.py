@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from quire.engine.kv_cache.stored_blocks import StoredBlocks
 
 
+BlockTables = tuple[list[KVCacheBlock], ...]
+"""Blocks of a request per group, in order of position. They must not be changed."""
+
+
 class ExternalMatch(NamedTuple):
     """Tokens that a store has of a request, beyond those in the prefix cache."""
 
@@ -152,15 +156,8 @@ class KVConnectorScheduler(ABC):
         """Takes the owner of all block tables, once, before the first request."""
         return
 
-    def on_blocks_allocated(
-        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
-    ) -> None:
-        """Notes the blocks of a request, per group, which must not be changed: those up to the end of a load of
-        `num_external_tokens`, which is about to be ordered; or with 0 its tables, when it begins to run."""
-        return
-
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        """Notes that a load has been ordered. May set `order.params`."""
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
+        """Notes that a load has been ordered. `tables`: the request's blocks up to its end. May set `order.params`."""
         return
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
@@ -213,8 +210,8 @@ class KVConnectorScheduler(ABC):
         None: nothing. It is never lost, as a step that fails is."""
         return None
 
-    def request_started(self, request: Request) -> None:
-        """Notes that a request was admitted, with or without a load."""
+    def request_started(self, request: Request, tables: BlockTables) -> None:
+        """Notes that a request was admitted, with or without a load. `tables` has all its blocks from now on."""
         return
 
     def name_lease(self, request: Request) -> str | None:

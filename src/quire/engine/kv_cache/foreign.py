@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import BlockTables, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
@@ -160,8 +159,8 @@ class ForeignScheduler(KVConnectorScheduler):
         self._reports = WorkerReports(self._count_needed())
         self._num_steps = 0
         self._requests: dict[str, ForeignRequest] = {}
-        self._tables: dict[str, tuple[list[KVCacheBlock], ...]] = {}
-        """The block tables of running requests, and up to the end of a load."""
+        self._tables: dict[str, BlockTables] = {}
+        """The block tables of running requests."""
         self._is_async: dict[str, bool] = {}
         """Answer of the last look-up, by request."""
         self._loads: dict[int, _Load] = {}
@@ -235,12 +234,9 @@ class ForeignScheduler(KVConnectorScheduler):
         self._is_async[request.request_id] = is_async
         return [ExternalMatch(num_tokens)]
 
-    def on_blocks_allocated(
-        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
-    ) -> None:
+    def request_started(self, request: Request, tables: BlockTables) -> None:
         self._tables[request.request_id] = tables
-        if not num_external_tokens:
-            self._pass_blocks(request, _ids_of(tables), 0)
+        self._pass_blocks(request, _ids_of(tables), 0)
 
     def _pass_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
         foreign = self._requests.get(request.request_id)
@@ -248,8 +244,8 @@ class ForeignScheduler(KVConnectorScheduler):
             blocks = ForeignBlocks(block_ids)
             ask(self.foreign, None, self.foreign.update_state_after_alloc, foreign, blocks, num_tokens)
 
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        num_tokens, tables = len(order.keys) * self.block_size, self._tables.pop(request.request_id)
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
+        num_tokens = len(order.keys) * self.block_size
         is_async = self._is_async.pop(request.request_id)
         self._loads[id(order)] = _Load(request, order, _ids_of(tables), num_tokens, is_async)
 
@@ -363,7 +359,7 @@ class ForeignScheduler(KVConnectorScheduler):
         ask(self.foreign, None, self.foreign.shutdown)
 
 
-def _ids_of(tables: tuple[list[KVCacheBlock], ...]) -> BlockIds:
+def _ids_of(tables: BlockTables) -> BlockIds:
     return tuple([block.block_id for block in table] for table in tables)
 
 

@@ -119,8 +119,7 @@ class BlockLoader:
         load = self.active[request] = Load(request, order, blocks, fence, now)
         self._by_digest.update((key.digest, load) for key in keys)
         whole = tuple([hit + table for hit, table in zip(hits.blocks, blocks.tables, strict=True)])
-        self._connector.on_blocks_allocated(request, whole, match.num_tokens)
-        self._connector.update_state_after_alloc(request, order)
+        self._connector.update_state_after_alloc(request, order, whole)
         return load
 
     def can_send(self, num_received: int) -> bool:

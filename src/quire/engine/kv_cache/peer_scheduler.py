@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.connector import BlockChoice, ExternalMatch, RemoteSaves, find_longest_match
+from quire.engine.kv_cache.connector import BlockChoice, BlockTables, ExternalMatch, RemoteSaves, find_longest_match
 from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.record_scheduler import RecordScheduler
 from quire.engine.request import Request, RequestStatus
@@ -203,7 +203,7 @@ class PeerScheduler(RecordScheduler):
             sites.append((address, incarnation))
         return sites
 
-    def request_started(self, request: Request) -> None:
+    def request_started(self, request: Request, tables: BlockTables) -> None:
         self._forget(request)
 
     def request_finished(self, request: Request) -> None:

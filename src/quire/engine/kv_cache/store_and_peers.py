@@ -13,7 +13,7 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import PART, PARTS
 from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.connector import BlockChoice, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import BlockChoice, BlockTables, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
 from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
@@ -71,9 +71,9 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
             matches += [match._replace(params={**(match.params or {}), PART: name}) for match in found or ()]
         return matches
 
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
         name = _part_of(order)
-        self._parts[name].update_state_after_alloc(request, order)
+        self._parts[name].update_state_after_alloc(request, order, tables)
         order.params = {**(order.params or {}), PART: name}
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
@@ -112,9 +112,9 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         for part in self._parts.values():
             part.on_new_request(request)
 
-    def request_started(self, request: Request) -> None:
+    def request_started(self, request: Request, tables: BlockTables) -> None:
         for part in self._parts.values():
-            part.request_started(request)
+            part.request_started(request, tables)
 
     def request_finished(self, request: Request) -> None:
         for part in self._parts.values():

@@ -16,6 +16,7 @@ from quire.engine.kv_cache.connector import (
     NONE_STORED,
     NOTHING_CHOSEN,
     BlockChoice,
+    BlockTables,
     ExternalMatch,
     find_longest_match,
 )
@@ -87,7 +88,7 @@ class StoreScheduler(RecordScheduler):
         hashes = stored_hashes(request, self.block_size)[start:stop]
         return all(any(index.contains(digest, g) for g in groups) for digest in hashes)
 
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
         groups = range(len(self.specs))
         order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
 

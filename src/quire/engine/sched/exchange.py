@@ -452,8 +452,7 @@ class KVExchange(NoExchange, AdmissionGate):
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
         self._release(request)
         self.loader.starts.note_started(request)
-        self.connector.request_started(request)
-        self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
+        self.connector.request_started(request, self._manager.get_tables(request.request_id))
         if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):
             num_queried = request.num_tokens - num_hits + num_external
             self._held.stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)

@@ -87,7 +87,7 @@ def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_start
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", load)
     assert half.match(request, 8) == ExternalMatch(20, f"p2p:{ADDRESS}", load)
     assert half.match(request, 28) is None
-    half.half.request_started(request)
+    half.half.request_started(request, ([],))
     assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
     assert half.half.build_connector_meta(SchedulerOutput()) is None
     assert half.match(request) is None, "preempted: the lease is over"
@@ -95,12 +95,12 @@ def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_start
     assert half.half.build_connector_meta(SchedulerOutput()) is None
 
 
-@pytest.mark.parametrize("name", ["request_started", "request_finished"])
-def test_a_lease_is_released_however_the_request_goes_on(name: str) -> None:
+@pytest.mark.parametrize(("name", "tables"), [("request_started", [([],)]), ("request_finished", [])])
+def test_a_lease_is_released_however_the_request_goes_on(name: str, tables: list[Any]) -> None:
     half = Half()
     request = half.add(OFFER)
     half.half.build_connector_meta(SchedulerOutput())
-    getattr(half.half, name)(request)
+    getattr(half.half, name)(request, *tables)
     assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
 
 
@@ -194,7 +194,7 @@ def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"other": {}, "r": has}}))
     assert half.match(request) == ExternalMatch(24, "remote:tcp://b:1", {"peers": [("tcp://b:1", "")]})
     assert half.match(request, 24) is None
-    half.half.request_started(request)
+    half.half.request_started(request, ([],))
     assert half.match(request) is None
 
 
@@ -395,7 +395,7 @@ def test_blocks_with_an_adapter_are_asked_for_once_its_content_is_known() -> Non
     assert half.match(request) == ExternalMatch(12, "remote:tcp://a:1", {"peers": [("tcp://a:1", "")]})
     request.report.adapter_digest, request.report.stored_hashes = "e" * 64, []
     assert half.match(request) is None, "the adapter was loaded again, from other files"
-    peers.request_started(request)
+    peers.request_started(request, ([],))
     request.report.num_preemptions = 1
     assert half.match(request) is None
     assert peers.take_message() is None, "it is asked about once"

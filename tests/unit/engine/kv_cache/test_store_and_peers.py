@@ -86,7 +86,7 @@ class Both:
         (match,) = (match for match in matches if match.source.startswith(source))
         keys = [BlockKey(digest, None, (1,)) for digest in request.block_hashes[: match.num_tokens // SIZE]]
         order = LoadOrder(1, match.source, 0, keys, [list(range(len(keys)))], match.params)
-        self.half.update_state_after_alloc(request, order)
+        self.half.update_state_after_alloc(request, order, ([],))
         return order
 
 
@@ -191,7 +191,7 @@ def test_messages_say_which_part_they_are_for(both: Both) -> None:
     assert both.half.take_message() is None
     request = both.add(OFFER)
     assert both.half.build_connector_meta(SchedulerOutput()) == {"peers": {"keep": [("lease", [(ADDRESS, "i")])]}}
-    both.half.request_started(request)
+    both.half.request_started(request, ([],))
     assert both.half.build_connector_meta(SchedulerOutput()) == {"peers": {"release": ["lease"]}}
     both.half.request_finished(request)
     assert both.half.build_connector_meta(SchedulerOutput()) is None

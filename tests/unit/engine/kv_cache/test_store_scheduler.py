@@ -151,7 +151,7 @@ def test_an_order_says_where_the_records_are(stores: Any) -> None:
     store.identify()
     store.write(request, [0, 1, 3])
     order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(4)], [[1, 2, 3, 4]])
-    store.half.update_state_after_alloc(cast(Request, request), order)
+    store.half.update_state_after_alloc(cast(Request, request), order, ([],))
     assert order.params is not None
     (part,) = order.params["parts"]
     assert part["extents"] == [store.writers[FINGERPRINT].name]
@@ -248,7 +248,7 @@ def test_an_order_says_where_each_workers_records_are(stores: Any) -> None:
     for rank, fingerprint in enumerate((FINGERPRINT, OTHER)):
         store.identify(fingerprint=fingerprint, rank=rank)
     order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(3)], [[1, 2, 3]])
-    store.half.update_state_after_alloc(cast(Request, request), order)
+    store.half.update_state_after_alloc(cast(Request, request), order, ([],))
     assert order.params is not None
     first, second = order.params["parts"]
     assert [first["extents"], second["extents"]] == [[store.writers[f].name] for f in (FINGERPRINT, OTHER)]
