@@ -211,18 +211,9 @@ class PartsIndex:
         self.directory = directory
         self.parts = [StoreIndex(directory, fingerprint) for fingerprint in fingerprints]
         self.counts = 0, 0
-        """`num_blocks` and `num_bytes`: the same object until they change, which costs less to see."""
+        """Number of records of the worker that has least, and bytes of all extents of the directory at the last scan:
+        the same object until they change, which costs less to see."""
         self._scan_lock = threading.Lock()
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of records of the worker that has least."""
-        return min([part.num_blocks for part in self.parts])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all extents of the directory at the last scan."""
-        return self.parts[0].num_bytes
 
     def find(self, digest: bytes, group: int) -> list[Place] | None:
         """Returns where the records of a block are, by rank, or None if one is missing."""
@@ -253,7 +244,7 @@ class PartsIndex:
         self._count()
 
     def _count(self) -> None:
-        counts = self.num_blocks, self.num_bytes
+        counts = min(part.num_blocks for part in self.parts), self.parts[0].num_bytes
         if counts != self.counts:
             self.counts = counts
 

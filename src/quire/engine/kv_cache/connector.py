@@ -35,8 +35,8 @@ from quire.wire.kv_transfer import (
 from quire.wire.stats import KVTransferStats
 
 if TYPE_CHECKING:
-    from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
+    from quire.engine.kv_cache.record_scheduler import LoadAudits
     from quire.engine.kv_cache.stored_blocks import StoredBlocks
 
 

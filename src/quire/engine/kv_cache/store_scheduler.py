@@ -167,7 +167,7 @@ class StoreScheduler(RecordScheduler):
                 logger.warning("the KV store %s cannot be read: %s", self._directory.path, e.strerror)
         self._had_namespace = True
         self._index, self._scanner = index, StoreScanner(index)
-        logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
+        logger.info("KV store %s: %d blocks of this model", self._directory.path, index.counts[0])
 
     def set_weights(self, path: str) -> None:
         super().set_weights(path)

@@ -56,7 +56,7 @@ class _Step:
     """The step that is being made."""
 
     params: dict[str, Any]
-    """What the scheduler half has sent with it."""
+    """Message of the scheduler half."""
     loads: list[LoadOrder] = field(default_factory=list)
     """Synchronous loads, which end with it."""
     has_failed: bool = False

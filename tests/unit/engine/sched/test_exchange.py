@@ -20,9 +20,9 @@ from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_cache import saver as saver_module
-from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock, KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
+from quire.engine.kv_cache.record_scheduler import LoadAudits
 from quire.engine.kv_cache.saver import _Postponed
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
