@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -217,6 +220,19 @@ def test_nothing_listens(client: PeerClient, server: BlockServer) -> None:
     assert error.value.reason == "unreachable"
     with pytest.raises(ConfigError, match="cannot be served at tcp://nothing: "):
         BlockServer(Memory(), KEY, "tcp://nothing")
+
+
+def test_a_connection_that_was_given_back_holds_nothing_of_its_last_use(
+    server: BlockServer, client: PeerClient
+) -> None:
+    """A transfer holds the memory of the KV cache, which may be released."""
+    is_over = Mock(return_value=False)
+    gone = weakref.ref(is_over)
+    with client.connect(server.address, FINGERPRINT, is_cancelled=is_over):
+        pass
+    del is_over
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_silent_server_and_a_cancel(monkeypatch: pytest.MonkeyPatch, client: PeerClient) -> None:

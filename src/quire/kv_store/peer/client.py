@@ -275,6 +275,10 @@ def _probe(address: str, timeout_s: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
 
 
+def _never() -> bool:
+    return False
+
+
 class PeerClient:
     """The connections of one engine to its peers. Callable from any thread."""
 
@@ -292,7 +296,7 @@ class PeerClient:
         address: str,
         fingerprint: bytes,
         incarnation: str = "",
-        is_cancelled: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = _never,
         timeout_s: float | None = None,
     ) -> Iterator[PeerConnection]:
         """Lends a connection; one that has failed is closed. `incarnation`: the one that the server must have;
@@ -325,6 +329,7 @@ class PeerClient:
             if connection is not None:
                 idle = self._idle.setdefault((connection.address, fingerprint), [])
                 if is_good and not self._is_closed and len(idle) < MAX_IDLE:
+                    connection.is_cancelled = _never  # the former holds what its transfer holds
                     idle.append(connection)
                 else:
                     connection.close()
