@@ -18,7 +18,7 @@ from quire.config.kv_transfer import DEFAULT_STORE_BYTES, MIN_STORE_BYTES
 from quire.errors import ConfigError
 from quire.failpoints import arm_failpoints
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import Entry, find_damage, follow, open_extent, try_lock
+from quire.kv_store.extent import find_damage, follow, open_extent, try_lock
 from quire.kv_store.peer.server import BlockServer, DirectorySource
 from quire.kv_store.record import RecordMac
 from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S
@@ -154,17 +154,14 @@ def _describe(store: StoreDirectory, extent: ExtentFile, *, is_verified: bool) -
         facts |= {"state": state, "records": len(entries)}
         if is_verified:
             end = entries[-1].end if entries else 0
-            facts["damaged"] = _count_damaged(descriptor, entries, RecordMac(store.key))
+            mac = RecordMac(store.key)
+            facts["damaged"] = sum(find_damage(descriptor, entry, mac) is not None for entry in entries)
             facts["damaged"] += state == "unsealed" and end < extent.num_bytes
     except OSError as e:
         facts["state"] = f"not readable: {e.strerror}"
     finally:
         os.close(descriptor)
     return facts
-
-
-def _count_damaged(descriptor: int, entries: list[Entry], mac: RecordMac) -> int:
-    return sum(find_damage(descriptor, entry, mac) is not None for entry in entries)
 
 
 def format_store(figures: dict[str, Any]) -> str:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ValidationError, nearest
+from quire.field_bounds import FieldBound
 
 _METADATA_KEY = "quire.flag"
 
@@ -197,3 +198,21 @@ _KINDS: dict[Any, str] = {
     parse_json_object: "a dict or a JSON object",
 }
 """Words for the value of a flag, by what parses its text."""
+
+
+def bounds_by_name(*bounds: FieldBound) -> dict[str, FieldBound]:
+    """Returns the bounds of the keys of a JSON object, by name."""
+    return {bound.name: bound for bound in bounds}
+
+
+def check_keys(values: Mapping[str, Any], bounds: Mapping[str, FieldBound], where: str) -> None:
+    """Raises ConfigError for an unknown key of a JSON object, or a value out of its bounds. `where` names the
+    object."""
+    for name, value in values.items():
+        if name not in bounds:
+            hint = nearest(name, bounds, f"its keys are {', '.join(bounds)}")
+            raise ConfigError(f"{where} has an unknown key {name!r}; {hint}")
+        try:
+            bounds[name].validate(value)
+        except ValidationError as e:
+            raise ConfigError(f"{where}: {e}") from None

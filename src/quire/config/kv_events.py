@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import ConfigError, ValidationError, nearest
+from quire.config.flags import bounds_by_name, check_keys
+from quire.errors import ConfigError
 from quire.field_bounds import FieldBound
 
 FLAG = "--kv-events-config"
@@ -14,17 +15,18 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 PUBLISHERS = ("zmq", "null")
 EVENT_FORMATS = ("map", "array")
 
-_BOUNDS = {
-    "enable_kv_cache_events": FieldBound("enable_kv_cache_events", "bool"),
-    "publisher": FieldBound("publisher", "str"),
-    "endpoint": FieldBound("endpoint", "str"),
-    "replay_endpoint": FieldBound("replay_endpoint", "str"),
-    "buffer_steps": FieldBound("buffer_steps", "int", 0, 10_000_000),
-    "hwm": FieldBound("hwm", "int", 0, 100_000_000),
-    "max_queue_size": FieldBound("max_queue_size", "int", 1, 100_000_000),
-    "topic": FieldBound("topic", "str"),
-    "event_format": FieldBound("event_format", "str"),
-}
+_BOUNDS = bounds_by_name(
+    FieldBound("enable_kv_cache_events", "bool"),
+    FieldBound("publisher", "str"),
+    FieldBound("endpoint", "str"),
+    FieldBound("replay_endpoint", "str"),
+    FieldBound("buffer_steps", "int", 0, 10_000_000),
+    FieldBound("hwm", "int", 0, 100_000_000),
+    FieldBound("max_queue_size", "int", 1, 100_000_000),
+    FieldBound("topic", "str"),
+    FieldBound("event_format", "str"),
+)
+_NULLABLE = ("publisher", "endpoint", "replay_endpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +54,8 @@ class KVEventsConfig:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> KVEventsConfig:
         """Parses the JSON object. Raises ConfigError for an unknown key, or a value out of its bounds."""
-        for name, value in values.items():
-            if name not in _BOUNDS:
-                hint = nearest(name, _BOUNDS, f"its keys are {', '.join(_BOUNDS)}")
-                raise ConfigError(f"{FLAG} has an unknown key {name!r}; {hint}")
-            if value is None and name in ("publisher", "endpoint", "replay_endpoint"):
-                continue
-            try:
-                _BOUNDS[name].validate(value)
-            except ValidationError as e:
-                raise ConfigError(f"{FLAG}: {e}") from None
+        given = {name: value for name, value in values.items() if value is not None or name not in _NULLABLE}
+        check_keys(given, _BOUNDS, FLAG)
         config = KVEventsConfig(**values)
         _check_choice("publisher", config.publisher, (None, *PUBLISHERS))
         _check_choice("event_format", config.event_format, EVENT_FORMATS)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quire import envs
-from quire.config.flags import flag, parse_human_int, parse_json_object
-from quire.errors import ConfigError, ValidationError, nearest
+from quire.config.flags import bounds_by_name, check_keys, flag, parse_human_int, parse_json_object
+from quire.errors import ConfigError, nearest
 from quire.field_bounds import FieldBound
 
 FLAG = "--kv-transfer-config"
@@ -64,7 +64,6 @@ CONNECTORS: dict[str, ConnectorSpec] = {
 
 _USE_STORE = "use --kv-store DIR: a directory on a disk, in memory (/dev/shm) or shared by hosts"
 _USE_PEERS = "use PeerConnector (NixlConnector): an engine that decodes takes blocks from one that prefills"
-_NO_TESTS = "it serves vLLM's own tests; leave it out"
 SHIPPED = dict.fromkeys(("MultiConnector", "DecodeBenchConnector"), "quire.kv_store.shipped")
 """Connectors that come with Quire and are called as foreign ones are, and their modules."""
 ELSEWHERE: dict[str, str] = {
@@ -72,64 +71,46 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1"), _USE_STORE),
     **dict.fromkeys(("HF3FSKVConnector", "MooncakeStoreConnector", "HiSparseConnector"), _USE_STORE),
     **dict.fromkeys(("NixlPushConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"), _USE_PEERS),
-    "ExampleHiddenStatesConnector": _NO_TESTS,
+    "ExampleHiddenStatesConnector": "it serves vLLM's own tests; leave it out",
 }
 """vLLM's connectors that Quire does not have, and what to use."""
 
-_BOUNDS = {
-    bound.name: bound
-    for bound in (
-        FieldBound("kv_connector", "str"),
-        FieldBound("engine_id", "str"),
-        FieldBound("kv_buffer_device", "str"),
-        FieldBound("kv_role", "str"),
-        FieldBound("kv_port", "int", 0, 65535),
-        FieldBound("kv_connector_extra_config", "object"),
-        FieldBound("kv_connector_module_path", "str"),
-        FieldBound("enable_permute_local_kv", "bool"),
-        FieldBound("kv_load_failure_policy", "str"),
-    )
-}
+_BOUNDS = bounds_by_name(
+    FieldBound("kv_connector", "str"),
+    FieldBound("engine_id", "str"),
+    FieldBound("kv_buffer_device", "str"),
+    FieldBound("kv_role", "str"),
+    FieldBound("kv_port", "int", 0, 65535),
+    FieldBound("kv_connector_extra_config", "object"),
+    FieldBound("kv_connector_module_path", "str"),
+    FieldBound("enable_permute_local_kv", "bool"),
+    FieldBound("kv_load_failure_policy", "str"),
+)
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
-_STORE_BOUNDS = {
-    bound.name: bound
-    for bound in (
-        FieldBound("path", "str"),
-        FieldBound("max_bytes", "int", MIN_STORE_BYTES, 1 << 60),
-        FieldBound("skip_salted", "bool"),
-        FieldBound("max_write_bytes_per_s", "int", 1, 1 << 40),
-        FieldBound("max_pinned_share", "float", 0.0, 0.9),
-        FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
-        FieldBound("audit_share", "float", 0.0, 1.0),
-        FieldBound("codec", "int", 0, 1),
-        FieldBound("publish_store", "bool"),
-        FieldBound("min_load_tokens", "int", 1, 1 << 30),
-        FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
-        FieldBound("load_bias", "float", 0.0, 1e9),
-        FieldBound("io_threads", "int", 1, 64),
-    )
-}
-"""The keys of kv_connector_extra_config for `STORE`."""
-
+_RECORD_BOUNDS = bounds_by_name(
+    FieldBound("path", "str"),
+    FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
+    FieldBound("codec", "int", 0, 1),
+    FieldBound("publish_store", "bool"),
+    FieldBound("audit_share", "float", 0.0, 1.0),
+    FieldBound("min_load_tokens", "int", 1, 1 << 30),
+    FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
+    FieldBound("load_bias", "float", 0.0, 1e9),
+    FieldBound("io_threads", "int", 1, 64),
+)
+"""The keys of kv_connector_extra_config that `STORE` and `PEERS` both have, and those of one of them."""
+_STORE_BOUNDS = _RECORD_BOUNDS | bounds_by_name(
+    FieldBound("max_bytes", "int", MIN_STORE_BYTES, 1 << 60),
+    FieldBound("skip_salted", "bool"),
+    FieldBound("max_write_bytes_per_s", "int", 1, 1 << 40),
+    FieldBound("max_pinned_share", "float", 0.0, 0.9),
+)
 _PEER_NAMES = (PEERS, "NixlConnector", "NixlPullConnector")
-_PEER_BOUNDS = {
-    bound.name: bound
-    for bound in (
-        FieldBound("path", "str"),
-        FieldBound("listen", "str"),
-        FieldBound("peers", "list[str]", max_len=1024, max_item_len=256),
-        FieldBound("tiers", "list[str]", max_len=16, max_item_len=256),
-        FieldBound("codec", "int", 0, 1),
-        FieldBound("kv_lease_duration", "float", 0.1, 3600.0),
-        FieldBound("publish_store", "bool"),
-        FieldBound("audit_share", "float", 0.0, 1.0),
-        FieldBound("min_load_tokens", "int", 1, 1 << 30),
-        FieldBound("kv_recompute_threshold", "int", 1, 1 << 30),
-        FieldBound("load_bias", "float", 0.0, 1e9),
-        FieldBound("io_threads", "int", 1, 64),
-    )
-}
-"""The keys of kv_connector_extra_config for `PEERS`."""
+_PEER_BOUNDS = _RECORD_BOUNDS | bounds_by_name(
+    FieldBound("listen", "str"),
+    FieldBound("peers", "list[str]", max_len=1024, max_item_len=256),
+    FieldBound("kv_lease_duration", "float", 0.1, 3600.0),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +274,7 @@ class KVTransferConfig:
 
     def _settle_json(self, values: Mapping[str, Any]) -> KVTransferConfig:
         given = {key: value for key, value in values.items() if value is not None}
-        _check_keys(given, _BOUNDS, FLAG)
+        check_keys(given, _BOUNDS, FLAG)
         name, role = given.get("kv_connector"), given.get("kv_role")
         given_extra = given.get("kv_connector_extra_config", {})
         if not isinstance(given_extra, Mapping):
@@ -331,7 +312,7 @@ class KVTransferConfig:
             return dataclasses.replace(self._with_connector(PEERS, keys), kv_role=role)
         extra = _store_keys(name, given_extra)
         tiers = extra.pop("tiers", [])
-        _check_keys({"tiers": tiers}, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
+        check_keys({"tiers": tiers}, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
         store = dataclasses.replace(self._with_store(extra), kv_role=role)
         return store.with_tiers(tiers) if tiers else store
 
@@ -362,7 +343,7 @@ class KVTransferConfig:
 
     def _with_store(self, extra: Mapping[str, Any]) -> KVTransferConfig:
         keys = {"max_bytes": DEFAULT_STORE_BYTES, **extra}
-        _check_keys(keys, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
+        check_keys(keys, _STORE_BOUNDS, f"{FLAG}: kv_connector_extra_config")
         if not keys.get("path"):
             raise ConfigError(f"{FLAG}: {STORE} needs a directory, kv_connector_extra_config's path")
         return self._with_connector(STORE, keys)
@@ -412,9 +393,9 @@ def _find_native_parts(given: Mapping[str, Any]) -> list[Mapping[str, Any]] | No
         for part in connectors
         if isinstance(part, Mapping)
         and isinstance(part.get("kv_connector"), str)
+        and part["kv_connector"] not in SHIPPED
         and "kv_connector_module_path" not in part
     ]
-    own = [part for part in own if part["kv_connector"] not in SHIPPED]
     if not own:
         return None
     peers = [part for part in own if part["kv_connector"] in _PEER_NAMES]
@@ -443,7 +424,7 @@ def _peer_keys(
 ) -> dict[str, Any]:
     """Returns all keys of `PEERS`. `saves`: a block server that takes blocks is given them. Raises ConfigError."""
     where = f"{FLAG}: kv_connector_extra_config"
-    _check_keys(extra, _PEER_BOUNDS, where)
+    check_keys(extra, _PEER_BOUNDS, where)
     for address in extra.get("tiers", ()):
         _check_tier(address)
     listen = extra.get("listen", f"tcp://127.0.0.1:{port}")
@@ -478,14 +459,3 @@ def _offloading_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
             "over; main memory is where the KV cache is, so for cpu_bytes_to_use raise --kv-cache-memory-bytes"
         )
     return {"path": tier["root_dir"]}
-
-
-def _check_keys(values: Mapping[str, Any], bounds: Mapping[str, FieldBound], where: str) -> None:
-    for name, value in values.items():
-        if name not in bounds:
-            hint = nearest(name, bounds, f"its keys are {', '.join(bounds)}")
-            raise ConfigError(f"{where} has an unknown key {name!r}; {hint}")
-        try:
-            bounds[name].validate(value)
-        except ValidationError as e:
-            raise ConfigError(f"{where}: {e}") from None

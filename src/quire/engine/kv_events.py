@@ -29,7 +29,7 @@ from quire.engine.kv_cache.changes import (
     TierBlocks,
     describe_cached_blocks,
 )
-from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import RequestStatus
 from quire.engine.sched.interface import SchedulerInterface, SchedulerObserver
 from quire.errors import ConfigError
@@ -74,7 +74,7 @@ class KVEventsObserver(SchedulerObserver):
         self._publisher = publisher
         self._pool: BlockPool | None = None
         self._num_groups = 0
-        self._stored: StoredBlocks | StoresBlocks | None = None
+        self._stored: Sequence[StoredBlocks] = ()
         self._has_lost = False
 
     def attach(self, scheduler: SchedulerInterface) -> None:
@@ -135,8 +135,8 @@ class KVEventsObserver(SchedulerObserver):
         self._publisher.publish(changes)
 
     def _take_stored(self, *, is_cleared: bool) -> list[Change]:
-        """Returns the changes of the store; all that is in it if subscribers forget everything with this batch."""
-        return [] if self._stored is None else self._stored.take(everything=is_cleared)
+        """Returns the changes of stores; all that is in them if subscribers forget everything with this batch."""
+        return [change for stored in self._stored for change in stored.take(everything=is_cleared)]
 
 
 class KVEventPublisher:
@@ -318,10 +318,10 @@ class EventEncoder:
         return BlockStored(hashes, None, [], size, None, STORE_MEDIUM, None, group_idx=group_id, locality=where)
 
 
-def _find_stored(scheduler: Any) -> StoredBlocks | StoresBlocks | None:
+def _find_stored(scheduler: Any) -> Sequence[StoredBlocks]:
     """Returns what the scheduler's connector publishes."""
     connector: Any = getattr(getattr(scheduler, "exchange", None), "connector", None)
-    return getattr(connector, "stored", None)
+    return getattr(connector, "stored", ())
 
 
 def _lora_name(keys: ExtraKeys | None) -> str | None:

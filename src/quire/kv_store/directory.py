@@ -145,28 +145,32 @@ class StoreDirectory:
             os.close(descriptor)
         return found
 
-    def load_table(self, extent: ExtentFile) -> Table | None:
-        """Returns the table of a sealed extent; None for an open one. Raises OSError."""
-        descriptor = open_extent(self.descriptor, extent.name)
+    @contextlib.contextmanager
+    def opened(self, name: str, *, is_writable: bool = False) -> Iterator[int]:
+        """Opens an extent, and closes it. Raises OSError."""
+        descriptor = open_extent(self.descriptor, name, is_writable=is_writable)
         try:
-            table = read_table(descriptor, self.key)
-            self._sealed.add(extent.identity)
-        except InvalidExtentError:
-            return None
+            yield descriptor
         finally:
             os.close(descriptor)
+
+    def load_table(self, extent: ExtentFile) -> Table | None:
+        """Returns the table of a sealed extent; None for an open one. Raises OSError."""
+        try:
+            with self.opened(extent.name) as descriptor:
+                table = read_table(descriptor, self.key)
+        except InvalidExtentError:
+            return None
+        self._sealed.add(extent.identity)
         return table
 
     def seal_if_orphan(self, extent: ExtentFile) -> bool:
         """Seals an open extent whose writer has died, or deletes it if it holds nothing. Returns whether it did."""
-        descriptor = open_extent(self.descriptor, extent.name, is_writable=True)
-        try:
+        with self.opened(extent.name, is_writable=True) as descriptor:
             if not try_lock(descriptor) or os.fstat(descriptor).st_nlink == 0:
                 return False
             if not seal_orphan(descriptor, self.key, extent.namespace):
                 self.remove(extent.name)
-        finally:
-            os.close(descriptor)
         return True
 
     def create_extent(self, fingerprint: bytes) -> ExtentWriter:
@@ -206,15 +210,9 @@ class StoreDirectory:
                 raise StoreFullError(
                     errno.ENOSPC, f"{total / GIB:.2f} GiB are in use by open extents, or the disk is full"
                 )
-            if self.evict(extent):
+            if self.is_sealed(extent):
+                self.remove(extent.name)
                 total -= sizes[extent.name]
-
-    def evict(self, extent: ExtentFile) -> bool:
-        """Deletes an extent unless it is open. Returns whether it was deleted."""
-        if not self.is_sealed(extent):
-            return False
-        self.remove(extent.name)
-        return True
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         """Deletes all extents of a namespace, those that are open too: their writers begin others. Returns their

@@ -223,16 +223,12 @@ def seal_orphan(descriptor: int, key: bytes, namespace: str) -> bool:
         pass
     entries = list(follow(descriptor, 0, bytes.fromhex(namespace)))
     mac = RecordMac(key)
-    while entries and not _is_whole(descriptor, entries[-1], mac):
+    while entries and find_damage(descriptor, entries[-1], mac) is not None:
         entries.pop()
     if not entries:
         return False
     write_table(descriptor, key, read_header(descriptor, 0).fingerprint, entries)
     return True
-
-
-def _is_whole(descriptor: int, entry: Entry, mac: RecordMac) -> bool:
-    return find_damage(descriptor, entry, mac) is None
 
 
 def find_damage(descriptor: int, entry: Entry, mac: RecordMac) -> str | None:

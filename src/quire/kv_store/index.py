@@ -7,7 +7,6 @@ worker of an engine has a namespace of its own, for its part of each block: a bl
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow, open_extent
+from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, Table, follow
 from quire.kv_store.watch import StoreWatcher
 from quire.logger import init_logger
 
@@ -159,11 +158,8 @@ class StoreIndex:
                 self._add_table(number, table)
             known.is_sealed = True
             return
-        descriptor = open_extent(self.directory.descriptor, file.name)
-        try:
+        with self.directory.opened(file.name) as descriptor:
             self._add(number, list(follow(descriptor, known.end, self.fingerprint)))
-        finally:
-            os.close(descriptor)
         self.directory.seal_if_orphan(file)
 
     def _add(self, number: int, entries: list[Entry]) -> None:
@@ -215,18 +211,9 @@ class PartsIndex:
         self.directory = directory
         self.parts = [StoreIndex(directory, fingerprint) for fingerprint in fingerprints]
         self.counts = 0, 0
-        """`num_blocks` and `num_bytes`: the same object until they change, which costs less to see."""
+        """Number of records of the worker that has least, and bytes of all extents of the directory at the last scan:
+        the same object until they change, which costs less to see."""
         self._scan_lock = threading.Lock()
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of records of the worker that has least."""
-        return min([part.num_blocks for part in self.parts])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all extents of the directory at the last scan."""
-        return self.parts[0].num_bytes
 
     def find(self, digest: bytes, group: int) -> list[Place] | None:
         """Returns where the records of a block are, by rank, or None if one is missing."""
@@ -257,7 +244,7 @@ class PartsIndex:
         self._count()
 
     def _count(self) -> None:
-        counts = self.num_blocks, self.num_bytes
+        counts = min(part.num_blocks for part in self.parts), self.parts[0].num_bytes
         if counts != self.counts:
             self.counts = counts
 
@@ -290,10 +277,11 @@ class StoreScanner:
         self._thread = threading.Thread(target=self._run, name="kv-store-scan", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread. One that hangs in a system call is left behind."""
+    def stop(self) -> bool:
+        """Ends the thread. Returns False if it hangs in a system call: it is left behind."""
         self._stopped.set()
         self._thread.join(END_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         was_readable = True

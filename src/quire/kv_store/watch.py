@@ -6,7 +6,6 @@ The index (`index.py`) knows blocks by shorter names, and forgets what cannot be
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from bisect import bisect_right
@@ -17,7 +16,7 @@ from itertools import islice, takewhile
 from operator import itemgetter
 
 from quire.kv_store.directory import ExtentFile, StoreDirectory
-from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow, open_extent
+from quire.kv_store.extent import NAMESPACE_DIGITS, Entry, follow
 from quire.wire.kv_peers import MAX_CHANGES, Changes, Cursor, RecordName
 
 NAMES_PER_REPORT = 1024
@@ -78,11 +77,8 @@ class StoreWatcher:
         """Returns the records that were not known."""
         table = self.directory.load_table(file)
         if table is None:
-            descriptor = open_extent(self.directory.descriptor, file.name)
-            try:
+            with self.directory.opened(file.name) as descriptor:
                 entries = list(follow(descriptor, extent.end, self._fingerprint))
-            finally:
-                os.close(descriptor)
         else:
             extent.is_sealed = True
             is_ours = table.fingerprint == self._fingerprint

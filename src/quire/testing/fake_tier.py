@@ -23,13 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import CONNECTORS, ConnectorSpec
-from quire.engine.kv_cache.connector import (
-    NO_MATCH,
-    BlockChoice,
-    ExternalMatch,
-    KVConnectorScheduler,
-    find_longest_match,
-)
+from quire.engine.kv_cache.connector import BlockChoice, ExternalMatch, KVConnectorScheduler, find_longest_match
 from quire.engine.request import Request, RequestStatus
 from quire.testing.fake_hardware import KVMemory, ProtocolError
 from quire.wire.kv_cache import KVCacheConfig
@@ -135,17 +129,12 @@ class FakeTierScheduler(KVConnectorScheduler):
     def may_transfer(self, request: Request) -> bool:
         return request.lora_request is None or bool(request.report.adapter_digest)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         if self.tier.asks_again:
             return None
         num_tokens = find_longest_match(self.specs, request, num_computed_tokens, self._has)
-        return ExternalMatch(num_tokens, SOURCE) if num_tokens else NO_MATCH
-
-    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
-        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
-        if match is None:
-            return None
-        return [match._replace(source=PEER), match] if self.tier.has_peer else [match]
+        sources = ([PEER] if self.tier.has_peer else []) + [SOURCE]
+        return [ExternalMatch(num_tokens, source) for source in sources] if num_tokens else []
 
     def _has(self, group_id: int, digest: bytes) -> bool:
         return (self.namespace, group_id, digest) in self.tier.index
@@ -243,8 +232,6 @@ class FakeTierWorker(KVConnectorWorker):
         fake, tables give back what has left their window only in the step."""
         self.active: dict[int, _Transfer] = {}
         self._last_id = 0
-        self._lost_ids: set[int] = set()
-        """Ids that were passed over."""
 
     def register_kv_caches(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -256,17 +243,15 @@ class FakeTierWorker(KVConnectorWorker):
         for transfer_id in orders.cancels:
             if transfer_id in self.active:
                 self.active[transfer_id].is_cancelled = True
-            elif transfer_id > self._last_id or transfer_id in self._lost_ids:
-                self._lost_ids.discard(transfer_id)
-                result = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
-                self.report(KVConnectorOutput([result[0]], [result[1]]))
+            else:
+                self.answer_if_lost(transfer_id)
         started: list[LoadOrder | SaveOrder] = [*orders.loads, *orders.saves]
         for order in started:
             manner = self.rng.choice(self.manners)
             transfer = _Transfer(order, self._memory, self._part, self.namespace, manner)
             if transfer.id <= self._last_id:
                 raise ProtocolError(f"transfer {transfer.id} comes after {self._last_id}")
-            self._lost_ids.update(range(self._last_id + 1, transfer.id))
+            self.arrivals.add(transfer.id)
             self.active[transfer.id], self._last_id = transfer, transfer.id
         while self.is_prompt and self.active:
             self.advance()

@@ -193,15 +193,6 @@ def cut_load(order: LoadOrder, invalid: Set[int], *, has_failed: bool = False) -
 Result = TypeVar("Result", LoadResult, SaveResult)
 
 
-Item = TypeVar("Item", LoadOrder, SaveOrder, LoadResult, SaveResult)
-
-
-def renumber(item: Item, transfer_id: int) -> Item:
-    """Returns a copy of an order or a result with another id."""
-    field = "load_id" if isinstance(item, LoadOrder | LoadResult) else "save_id"
-    return msgspec.structs.replace(item, **{field: transfer_id})
-
-
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Report of a worker half."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from quire.engine.kv_cache.connector import KVConnectorScheduler
 from quire.engine.kv_cache.held import HeldBlocks
-from quire.engine.kv_cache.loader import BlockLoader, JointStart, Load, RecordCounts
+from quire.engine.kv_cache.loader import BlockLoader, JointStart, Load
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.kv_cache.saver import BlockSaver
 from quire.engine.request import Request
@@ -168,10 +168,10 @@ def shared_blocks_count_as_held(patch: Patch) -> None:
 def one_rejection_per_load(patch: Patch) -> None:
     """Rejected records are not counted if a part of their load was used."""
 
-    def add(original: Any, self: RecordCounts, result: LoadResult) -> None:
+    def add(original: Any, self: BlockLoader, result: LoadResult) -> None:
         original(self, msgspec.structs.replace(result, num_rejected={} if result.num_verified else result.num_rejected))
 
-    wrap(patch, RecordCounts, "add", add)
+    wrap(patch, BlockLoader, "_count_records", add)
 
 
 @tier_mutant

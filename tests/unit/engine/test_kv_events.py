@@ -167,7 +167,7 @@ def test_the_blocks_of_a_store_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_store_is_told_anew_when_subscribers_forget_everything() -> None:
     driver, publisher, stored = Core(enable_prefix_caching=True), FullPublisher(), StoredBlocks(1)
-    driver.core.scheduler.exchange = SimpleNamespace(connector=SimpleNamespace(stored=stored))
+    driver.core.scheduler.exchange = SimpleNamespace(connector=SimpleNamespace(stored=[stored]))
     observer = KVEventsObserver(publisher)  # type: ignore[arg-type]
     observer.attach(driver.core.scheduler)
     all_stored = TierBlocks(0, [b"a" * 32], is_stored=True)

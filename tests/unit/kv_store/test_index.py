@@ -127,4 +127,4 @@ def test_one_listing_is_enough_for_all_parts(store: StoreDirectory, monkeypatch:
     index.scan()
     assert num_listings == 1
     assert [number for number in range(4) if index.contains(digest_of(number), 0)] == [2], "each has a part of it"
-    assert (index.num_blocks, index.num_bytes) == (1, store.count_bytes())
+    assert index.counts == (1, store.count_bytes())

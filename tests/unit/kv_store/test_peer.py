@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -120,10 +124,6 @@ def client() -> Iterator[PeerClient]:
     client.close()
 
 
-def never() -> bool:
-    return False
-
-
 def until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         time.sleep(0.001)
@@ -140,8 +140,8 @@ def test_a_server_says_what_it_has_and_sends_it_in_order(
     names = [source.add(number) for number in range(40)]
     with client.connect(server.address, FINGERPRINT) as peer:
         assert peer.have([names[3], (0, b"?" * 32), names[39], (1, names[0][1])]) == [True, False, True, False]
-        assert numbers(peer.fetch("lease", names, never)) == list(range(40))
-        assert numbers(peer.fetch("lease", names[5:7], never)) == [5, 6]
+        assert numbers(peer.fetch("lease", names)) == list(range(40))
+        assert numbers(peer.fetch("lease", names[5:7])) == [5, 6]
     with client.connect(server.address, FINGERPRINT, server.incarnation) as again:
         assert again is peer  # it was kept
         again.send(Renew(["a"]))
@@ -154,7 +154,7 @@ def test_a_block_that_is_gone_ends_the_rest(server: BlockServer, source: Memory,
     names = [source.add(number) for number in range(3)]
     del source.records[names[1]]
     with client.connect(server.address, FINGERPRINT) as peer:
-        records = peer.fetch("lease", names, never)
+        records = peer.fetch("lease", names)
         assert next(records)[1][0] == 0
         with pytest.raises(PeerError) as error:
             next(records)
@@ -166,13 +166,13 @@ def test_a_pull_waits_for_the_order_that_begins_its_lease(
 ) -> None:
     name, source.expected = source.add(1), "soon"
     with client.connect(server.address, FINGERPRINT) as peer:
-        records = peer.fetch("soon", [name], never)
+        records = peer.fetch("soon", [name])
         peer.have([name])  # the pull has arrived before this was answered
         source.leases.add("soon")
         server.wake()
         assert numbers(records) == [1]
     with pytest.raises(PeerError, match="has lost"), client.connect(server.address, FINGERPRINT) as peer:
-        list(peer.fetch("unknown", [name], never))
+        list(peer.fetch("unknown", [name]))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_connections_from_before_a_restart_are_dropped(source: Memory, client: P
     again = BlockServer(source, KEY, server.address)
     with client.connect(again.address, FINGERPRINT, again.incarnation) as peer:
         assert peer is not first
-        assert numbers(peer.fetch("lease", [name], never)) == [1]
+        assert numbers(peer.fetch("lease", [name])) == [1]
     again.close()
     third = BlockServer(source, KEY, server.address)
     with pytest.raises(PeerError) as error, client.connect(third.address, FINGERPRINT) as peer:
@@ -222,6 +222,19 @@ def test_nothing_listens(client: PeerClient, server: BlockServer) -> None:
         BlockServer(Memory(), KEY, "tcp://nothing")
 
 
+def test_a_connection_that_was_given_back_holds_nothing_of_its_last_use(
+    server: BlockServer, client: PeerClient
+) -> None:
+    """A transfer holds the memory of the KV cache, which may be released."""
+    is_over = Mock(return_value=False)
+    gone = weakref.ref(is_over)
+    with client.connect(server.address, FINGERPRINT, is_cancelled=is_over):
+        pass
+    del is_over
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_silent_server_and_a_cancel(monkeypatch: pytest.MonkeyPatch, client: PeerClient) -> None:
     """A socket that answers nothing, and a server whose pull waits."""
     monkeypatch.setattr(client_module, "SILENCE_S", 0.05)
@@ -237,8 +250,11 @@ def test_a_silent_server_and_a_cancel(monkeypatch: pytest.MonkeyPatch, client: P
     source.expected = "soon"
     server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
     monkeypatch.setattr(client_module, "SILENCE_S", 60.0)
-    with pytest.raises(PeerError) as error, client.connect(server.address, FINGERPRINT) as peer:
-        list(peer.fetch("soon", [source.add(1)], lambda: True))
+    is_over = threading.Event()
+    with client.connect(server.address, FINGERPRINT, is_cancelled=is_over.is_set) as peer:
+        is_over.set()
+        with pytest.raises(PeerError) as error:
+            list(peer.fetch("soon", [source.add(1)]))
     assert error.value.reason == "cancelled"
     server.close()
 
@@ -250,7 +266,7 @@ def test_encrypted_connections(monkeypatch: pytest.MonkeyPatch, source: Memory) 
     server = BlockServer(source, KEY, "tcp://127.0.0.1:0")
     client, stranger = PeerClient(KEY, "D"), PeerClient(b"x" * 32, "D")
     with client.connect(server.address, FINGERPRINT) as peer:
-        assert numbers(peer.fetch("lease", [source.add(9)], never)) == [9]
+        assert numbers(peer.fetch("lease", [source.add(9)])) == [9]
     monkeypatch.setattr(client_module, "SILENCE_S", 0.1)
     with pytest.raises(PeerError) as error, stranger.connect(server.address, FINGERPRINT):
         pass
@@ -270,7 +286,7 @@ def test_a_directory_is_served_to_any_fingerprint_and_only_with_its_key(tmp_path
     names = [(0, bytes([number]) * 32) for number in range(4)]
     with client.connect(server.address, FINGERPRINT) as peer:
         assert peer.have(names) == [True, True, True, False]
-        for (head, data), name in zip(peer.fetch("", names[:3], never), names, strict=False):
+        for (head, data), name in zip(peer.fetch("", names[:3]), names, strict=False):
             wanted = make_header(FINGERPRINT, name[1], None, 0, [name[1][0]], len(payload))
             RecordMac(store.key).check(wanted, head, [data])
             assert bytes(data) == payload
@@ -328,7 +344,7 @@ def test_records_are_put_in_pieces_and_answered_in_order(
 
     with client.connect(server.address, FINGERPRINT) as peer:
         assert peer.takes_records
-        assert list(peer.put(records(), never)) == [(10 + number, f"outcome {number + 1}") for number in range(9)]
+        assert list(peer.put(records())) == [(10 + number, f"outcome {number + 1}") for number in range(9)]
         assert peer.have([]) == []  # the session goes on
     assert [b"".join(frames) for frames, _ in source.puts[1:]] == [
         b"head %d" % number + bytes([number]) * 100 for number in range(1, 9)
@@ -361,7 +377,7 @@ def test_a_server_that_takes_none_and_one_that_is_given_too_many(
     with pytest.raises(NotImplementedError):
         BlockSource.put(source, FINGERPRINT, [], lambda outcome: None)
     with pytest.raises(PeerError, match="watch does not fit"), client.connect(server.address, FINGERPRINT) as peer:
-        peer.watch(NO_CURSOR, never)
+        peer.watch(NO_CURSOR)
     with pytest.raises(NotImplementedError):
         BlockSource.drop(source, FINGERPRINT, lambda outcome: None)
 
@@ -373,10 +389,10 @@ def test_records_of_a_session_are_dropped_if_any_are_taken(
         with client.connect(server.address, FINGERPRINT) as peer:
             if frames:
                 peer.send(Drop(1), *frames)
-            return peer.drop(60.0, never)
+            return peer.drop(60.0)
 
     with client.connect(server.address, FINGERPRINT) as peer:
-        assert list(peer.put([(1, (b"head", memoryview(b"")))], never)) == [(1, "outcome 1")]
+        assert list(peer.put([(1, (b"head", memoryview(b"")))])) == [(1, "outcome 1")]
     assert drop() == "dropped"
     assert source.puts == []
     with pytest.raises(PeerError, match="message does not fit"):
@@ -400,8 +416,8 @@ def test_an_answer_for_another_record_ends_the_connection(
         return False
 
     def put() -> None:
-        with client.connect(server.address, FINGERPRINT) as peer:
-            next(peer.put([(7, (b"head", memoryview(b"")))], answer))
+        with client.connect(server.address, FINGERPRINT, is_cancelled=answer) as peer:
+            next(peer.put([(7, (b"head", memoryview(b"")))]))
 
     with pytest.raises(PeerError, match="another record than 7") as error:
         put()
@@ -416,25 +432,25 @@ def test_a_directory_takes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     head = make_header(FINGERPRINT, name[1], None, 0, [1], len(payload)).encode()
     record = head + mac.tag(head, [payload]), payload
     with client.connect(server.address, FINGERPRINT) as peer:
-        assert list(peer.put([(0, record), (1, record)], never)) == [(0, "stored"), (1, "present")]
+        assert list(peer.put([(0, record), (1, record)])) == [(0, "stored"), (1, "present")]
         until(lambda: peer.have([name]) == [True])  # a scan has found it
-        assert [(bytes(one[0]), bytes(one[1])) for one in peer.fetch("", [name], never)] == [(record[0], payload)]
+        assert [(bytes(one[0]), bytes(one[1])) for one in peer.fetch("", [name])] == [(record[0], payload)]
         with client.connect(server.address, b"\x08" * 32) as other:
-            assert other.drop(60.0, never) == "dropped"
+            assert other.drop(60.0) == "dropped"
         assert peer.have([name]) == [True], "that is another's"
-        until(lambda: peer.watch(NO_CURSOR, never).added == [name])
-        cursor = peer.watch(NO_CURSOR, never).cursor
-        assert peer.drop(60.0, never) == "dropped"
+        until(lambda: peer.watch(NO_CURSOR).added == [name])
+        cursor = peer.watch(NO_CURSOR).cursor
+        assert peer.drop(60.0) == "dropped"
         assert peer.have([name]) == [False]
         with pytest.raises(PeerError, match="has lost block 0"):
-            list(peer.fetch("", [name], never))
-        until(lambda: peer.watch(cursor, never).removed == [name])
+            list(peer.fetch("", [name]))
+        until(lambda: peer.watch(cursor).removed == [name])
         monkeypatch.setattr(server_module, "MAX_NAMESPACES", 1)
         with client.connect(server.address, b"\x08" * 32) as other:
-            assert other.watch(cursor, never).is_new
+            assert other.watch(cursor).is_new
         assert list(source._logs) == [b"\x08" * 32]
     with client.connect(server.address, FINGERPRINT) as peer:
-        assert list(peer.put([(0, record)], never)) == [(0, "stored")], "it is not taken as written lately"
+        assert list(peer.put([(0, record)])) == [(0, "stored")], "it is not taken as written lately"
     client.close()
     server.close()
     (extent,) = store.list_extents()
@@ -492,7 +508,7 @@ def test_mutated_messages_neither_crash_a_server_nor_take_its_memory(
         while raw.socket.poll(0):
             raw.socket.recv_multipart()
     with client.connect(server.address, FINGERPRINT) as peer:  # it lives, and answers
-        assert numbers(peer.fetch("lease", names, never)) == list(range(8))
+        assert numbers(peer.fetch("lease", names)) == list(range(8))
     assert len(server._sessions) < 10
     raw.close()
 
@@ -502,7 +518,7 @@ def test_a_client_that_does_not_read_has_no_more_blocks_sent_than_its_credit(
 ) -> None:
     names = [source.add(number) for number in range(100)]
     with client.connect(server.address, FINGERPRINT) as peer:
-        records = peer.fetch("lease", names, never)
+        records = peer.fetch("lease", names)
         first = next(records)
         assert first[1][0] == 0
         (session,) = server._sessions.values()

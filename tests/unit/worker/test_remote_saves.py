@@ -238,6 +238,7 @@ class Server:
 
     def __init__(self) -> None:
         self.connect: Callable[[], None] = lambda: None
+        self.is_cancelled: Callable[[], bool] = lambda: False
         self.take: Callable[[int], str] = lambda number: "stored"
         self.present: set[bytes] = set()
         self.taken: list[bytes] = []
@@ -246,10 +247,10 @@ class Server:
     def have(self, keys: Sequence[RecordName]) -> list[bool]:
         return [digest in self.present for _, digest in keys]
 
-    def put(self, records: Iterable[tuple[int, Record]], is_cancelled: Callable[[], bool]) -> Iterator[tuple[int, str]]:
+    def put(self, records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, str]]:
         for number, (head, _) in records:
             outcome = self.take(number)
-            if is_cancelled():
+            if self.is_cancelled():
                 raise PeerError("cancelled", "cancelled")
             if outcome == "stored":
                 self.taken.append(bytes(head))
@@ -265,6 +266,7 @@ class Client:
     @contextlib.contextmanager
     def connect(self, address: str, fingerprint: bytes, **options: Any) -> Iterator[Server]:
         self.server.num_connected += 1
+        self.server.is_cancelled = options["is_cancelled"]
         self.server.connect()
         yield self.server
 

@@ -74,7 +74,7 @@ def test_each_part_gets_its_orders(engine: Engine) -> None:
     assert (load.load_id, load.outcome, load.reason) == (8, "failed", "gone")
     (lease,) = engine.order(cancels=[4]).saves
     assert lease == SaveResult(4, 0, "cancelled", reason="broken")
-    assert not engine.worker._places, "all have ended"
+    assert not any(part.transfers for part in engine.worker._parts.values()), "all have ended"
 
 
 def test_cancels_of_what_was_lost_and_of_what_has_ended(engine: Engine) -> None:

@@ -33,14 +33,14 @@ class Server:
         self.changes: queue.Queue[Changes] = queue.Queue()
         self.asked_for: list[list[RecordName]] = []
 
-    def watch(self, cursor: Cursor, is_cancelled: Callable[[], bool]) -> Changes:
+    def watch(self, cursor: Cursor) -> Changes:
         self.cursors.append(cursor)
         return self.changes.get()
 
     takes_records = True
     outcome = "dropped"
 
-    def drop(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> str:
+    def drop(self, timeout_s: float) -> str:
         return self.outcome
 
     def have(self, keys: Sequence[RecordName], timeout_s: float | None = None) -> list[bool]:
@@ -165,7 +165,7 @@ def test_a_hung_server_costs_its_time_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_server_that_has_answered_another_question_meanwhile_is_not_dead(engine: Engine) -> None:
     """Stands for many questions at once, of which the last end without an answer."""
-    late = tiers_module._Question(KEYS, FINGERPRINT, 2, engine.reports.put)
+    late = tiers_module._Question(FINGERPRINT, 2, engine.reports.put, KEYS)
     engine.ask()
     assert late.end()
     assert not late.end(), "it is answered once"
@@ -252,5 +252,5 @@ def test_what_a_server_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> Non
     answer(KEYS, [], (11, 11), True, False)
     assert reports.get(timeout=60) == (KEYS, [], False), "nothing was known"
     assert server.cursors[6] == NO_CURSOR
-    while not watcher.stop(time.monotonic()):  # it waits for an answer
+    while not watcher.stop():  # it waits for an answer
         answer([], [], (11, 11), False, False)

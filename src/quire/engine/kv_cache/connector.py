@@ -35,16 +35,20 @@ from quire.wire.kv_transfer import (
 from quire.wire.stats import KVTransferStats
 
 if TYPE_CHECKING:
-    from quire.engine.kv_cache.audits import LoadAudits
     from quire.engine.kv_cache.manager import KVCacheManager
-    from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
+    from quire.engine.kv_cache.record_scheduler import LoadAudits
+    from quire.engine.kv_cache.stored_blocks import StoredBlocks
+
+
+BlockTables = tuple[list[KVCacheBlock], ...]
+"""Blocks of a request per group, in order of position. They must not be changed."""
 
 
 class ExternalMatch(NamedTuple):
     """Tokens that a store has of a request, beyond those in the prefix cache."""
 
     num_tokens: int
-    """Whole blocks. All groups have what a token after them reads."""
+    """Whole blocks, at least one. All groups have what a token after them reads."""
     source: str = "external_unspecified"
     """Label of metrics: host, p2p, remote, disk, external_unspecified. It is also what is measured, and rested when it
     stalls; of several with one label, each has a name after a colon."""
@@ -52,7 +56,6 @@ class ExternalMatch(NamedTuple):
     """Sent to the worker half with the load."""
 
 
-NO_MATCH = ExternalMatch(0)
 NONE_STORED = 0, 0
 RESET_S = DROP_S + 1.0
 """Time in which what is stored must be dropped."""
@@ -101,8 +104,8 @@ class KVConnectorScheduler(ABC):
     """
 
     asks_again = True
-    """After an answer of None `get_num_new_matched_tokens` is called again, in the next step; False: after the next
-    report of the worker half."""
+    """After an answer of None `find_matches` is called again, in the next step; False: after the next report of the
+    worker half."""
     sees_all_steps = False
     """True: `build_connector_meta` is called for each step; False: for those before which something has happened to
     requests or transfers."""
@@ -124,8 +127,8 @@ class KVConnectorScheduler(ABC):
     remote_saves: RemoteSaves | None = None
     """Counts of what a block server is given; None: there is none."""
 
-    stored: StoredBlocks | StoresBlocks | None = None
-    """Blocks of the store, for KV cache events; None: they are not published."""
+    stored: Sequence[StoredBlocks] = ()
+    """Blocks of the stores that are published as KV cache events."""
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -141,31 +144,20 @@ class KVConnectorScheduler(ABC):
     # -- loads -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        """Returns what can be loaded beyond the first `num_computed_tokens`, which are whole blocks and in the cache.
-
-        Of a request of n tokens at most n - 1 are matched. None: ask again in a later step. May be called often, and
-        changes nothing. `find_longest_match` helps.
-        """
-
     def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
-        """Returns what each source has, of which the quickest is loaded. None: as `get_num_new_matched_tokens`."""
-        match = self.get_num_new_matched_tokens(request, num_computed_tokens)
-        return None if match is None else [match]
+        """Returns what each source has beyond the first `num_computed_tokens`, which are whole blocks and in the cache;
+        the quickest is loaded. None: ask again in a later step.
+
+        Of a request of n tokens at most n - 1 are matched. May be called often, and changes nothing.
+        `find_longest_match` helps.
+        """
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Takes the owner of all block tables, once, before the first request."""
         return
 
-    def on_blocks_allocated(
-        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
-    ) -> None:
-        """Notes the blocks of a request, per group, which must not be changed: those up to the end of a load of
-        `num_external_tokens`, which is about to be ordered; or with 0 its tables, when it begins to run."""
-        return
-
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        """Notes that a load has been ordered. May set `order.params`."""
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
+        """Notes that a load has been ordered. `tables`: the request's blocks up to its end. May set `order.params`."""
         return
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
@@ -218,8 +210,8 @@ class KVConnectorScheduler(ABC):
         None: nothing. It is never lost, as a step that fails is."""
         return None
 
-    def request_started(self, request: Request) -> None:
-        """Notes that a request was admitted, with or without a load."""
+    def request_started(self, request: Request, tables: BlockTables) -> None:
+        """Notes that a request was admitted, with or without a load. `tables` has all its blocks from now on."""
         return
 
     def name_lease(self, request: Request) -> str | None:
@@ -249,7 +241,7 @@ class KVConnectorScheduler(ABC):
     def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
         """Returns what is sent to the worker half with a step that is about to be sent; None: nothing, and no step is
         made for it. See `sees_all_steps`."""
-        return None
+        return self.take_message()
 
     def set_weights(self, path: str) -> None:
         """Notes that the weights were replaced by those of `path`: only what was computed with the same ones fits. No
@@ -269,14 +261,6 @@ class KVConnectorScheduler(ABC):
     def shutdown(self) -> None:
         """Releases its resources. May be called twice."""
         return
-
-
-def is_kept_off(request: Request, *, skips_salted: bool) -> bool:
-    """Returns whether the blocks of a request must not be stored: it says so, or has a salt and those are skipped."""
-    params = request.sampling_params
-    extra_args = None if params is None else params.extra_args
-    says_so = extra_args is not None and extra_args.get("kv_store") is False
-    return says_so or (skips_salted and request.cache_salt is not None)
 
 
 def find_longest_match(

@@ -15,13 +15,13 @@ An error of the connector is logged and costs a load or a save, not the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.block import KVCacheBlock
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import BlockTables, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.load_cost import NEVER
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
@@ -83,30 +83,14 @@ class _Load:
     """Blocks that some worker could not load."""
 
 
-class FinishedCounts:
-    """Requests that some workers have named, and not yet as many as needed."""
-
-    def __init__(self, num_needed: int) -> None:
-        self._num_needed = num_needed
-        self._counts: dict[str, int] = {}
-
-    def add(self, request_ids: Iterable[str]) -> list[str]:
-        """Notes that a worker has named these. Returns those that enough workers have named with it."""
-        done: list[str] = []
-        for request_id in request_ids:
-            count = self._counts.pop(request_id, 0) + 1
-            if count < self._num_needed:
-                self._counts[request_id] = count
-            else:
-                done.append(request_id)
-        return done
-
-
 class WorkerReports:
     """Requests that some workers have named and others have yet to, and the asynchronous loads that end so."""
 
     def __init__(self, num_needed: int) -> None:
-        self._sent, self._received = FinishedCounts(num_needed), FinishedCounts(num_needed)
+        self._num_needed = num_needed
+        self._counts = Counter[tuple[str, str]]()
+        """Numbers of workers that have named a request, and not yet as many as needed: "sent" or "received", and its
+        id."""
         self._failed: set[str] = set()
         """Requests that some worker has named as failed, and too few as received."""
         self._loads: dict[str, list[_Load]] = {}
@@ -131,8 +115,8 @@ class WorkerReports:
         for info in infos:
             output.invalid_block_ids.update(info["invalid"])
             self._failed.update(info["failed"])
-            sent += self._sent.add(info["sent"])
-            received += self._received.add(info["received"])
+            sent += self._count("sent", info["sent"])
+            received += self._count("received", info["received"])
         output.finished_sending, output.finished_recving = set(sent), set(received)
         output.failed_recving = self._failed & output.finished_recving
         if output.invalid_block_ids:
@@ -147,6 +131,16 @@ class WorkerReports:
                 load = loads.pop(0)
                 ended.append(cut_load(load.order, load.invalid, has_failed=has_failed))
         return output, ended
+
+    def _count(self, kind: str, request_ids: Sequence[str]) -> list[str]:
+        """Notes that a worker has named these. Returns those that enough workers have named with it."""
+        done: list[str] = []
+        for request_id in request_ids:
+            self._counts[kind, request_id] += 1
+            if self._counts[kind, request_id] == self._num_needed:
+                del self._counts[kind, request_id]
+                done.append(request_id)
+        return done
 
 
 class ForeignScheduler(KVConnectorScheduler):
@@ -165,8 +159,8 @@ class ForeignScheduler(KVConnectorScheduler):
         self._reports = WorkerReports(self._count_needed())
         self._num_steps = 0
         self._requests: dict[str, ForeignRequest] = {}
-        self._tables: dict[str, tuple[list[KVCacheBlock], ...]] = {}
-        """The block tables of running requests, and up to the end of a load."""
+        self._tables: dict[str, BlockTables] = {}
+        """The block tables of running requests."""
         self._is_async: dict[str, bool] = {}
         """Answer of the last look-up, by request."""
         self._loads: dict[int, _Load] = {}
@@ -227,7 +221,7 @@ class ForeignScheduler(KVConnectorScheduler):
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         foreign = self._requests[request.request_id]
         num_found, is_async = ask(
             self.foreign, (0, False), self.foreign.get_num_new_matched_tokens, foreign, num_computed_tokens
@@ -236,25 +230,22 @@ class ForeignScheduler(KVConnectorScheduler):
             return None
         num_tokens = min(num_found, request.num_tokens - 1 - num_computed_tokens) // self.block_size * self.block_size
         if num_tokens <= 0:
-            return NO_MATCH
+            return []
         self._is_async[request.request_id] = is_async
-        return ExternalMatch(num_tokens)
+        return [ExternalMatch(num_tokens)]
 
-    def on_blocks_allocated(
-        self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_external_tokens: int
-    ) -> None:
+    def request_started(self, request: Request, tables: BlockTables) -> None:
         self._tables[request.request_id] = tables
-        if not num_external_tokens:
-            self._tell_blocks(request, _ids_of(tables), 0)
+        self._pass_blocks(request, _ids_of(tables), 0)
 
-    def _tell_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
+    def _pass_blocks(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
         foreign = self._requests.get(request.request_id)
         if foreign is not None:
             blocks = ForeignBlocks(block_ids)
             ask(self.foreign, None, self.foreign.update_state_after_alloc, foreign, blocks, num_tokens)
 
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
-        num_tokens, tables = len(order.keys) * self.block_size, self._tables.pop(request.request_id)
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
+        num_tokens = len(order.keys) * self.block_size
         is_async = self._is_async.pop(request.request_id)
         self._loads[id(order)] = _Load(request, order, _ids_of(tables), num_tokens, is_async)
 
@@ -279,7 +270,7 @@ class ForeignScheduler(KVConnectorScheduler):
             load.is_begun = True
             if load.is_async:
                 self._reports.expect(load)
-            self._tell_blocks(load.request, load.block_ids, load.num_tokens)
+            self._pass_blocks(load.request, load.block_ids, load.num_tokens)
         meta = ask(self.foreign, None, self.foreign.build_connector_meta, self._describe(output, begun))
         is_waiting = any(load.is_begun for load in self._loads.values()) or bool(self._sending)
         is_waiting = is_waiting or ask(self.foreign, False, self.foreign.has_pending_push_work)
@@ -368,7 +359,7 @@ class ForeignScheduler(KVConnectorScheduler):
         ask(self.foreign, None, self.foreign.shutdown)
 
 
-def _ids_of(tables: tuple[list[KVCacheBlock], ...]) -> BlockIds:
+def _ids_of(tables: BlockTables) -> BlockIds:
     return tuple([block.block_id for block in table] for table in tables)
 
 

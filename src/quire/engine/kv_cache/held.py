@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -11,6 +10,7 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.hashing import block_extra_keys
 from quire.engine.request import Request
 from quire.wire.kv_transfer import BlockKey, SavedBlocks, SaveOrder, SaveResult
+from quire.wire.stats import KVTransferStats
 
 if TYPE_CHECKING:
     from quire.engine.kv_cache.manager import KVCacheManager
@@ -41,9 +41,9 @@ class TransferObserver:
         """A holder has dropped all its references."""
 
 
-def make_counts() -> dict[str, int]:
-    """Returns counts that are 0. A `Counter` takes four times as long to make, and statistics make several."""
-    return defaultdict(int)
+def add_count(counts: dict[str, int], name: str, number: int = 1) -> None:
+    """Adds to a count of statistics."""
+    counts[name] = counts.get(name, 0) + number
 
 
 class HeldBlocks:
@@ -52,9 +52,10 @@ class HeldBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[Hashable, tuple[HeldState, list[KVCacheBlock]]] = {}
+        self.stats = KVTransferStats()
+        """Counts of transfers since the last statistics; they are replaced by new ones then."""
         self.has_changed = True
-        """True if `count` may have another answer than when this was set to False, or something else was counted of
-        transfers since."""
+        """True if `count` may have another answer, or `stats` has, than when this was set to False."""
         self.observer = TransferObserver()
 
     def hold(self, holder: Hashable, state: HeldState, blocks: Sequence[KVCacheBlock]) -> None:
@@ -124,24 +125,37 @@ class HeldBlocks:
             yield from blocks
 
 
-class BlockLeases:
+class SaveOrders:
+    """Orders of which each ends with a `SaveResult`."""
+
+    def __init__(self) -> None:
+        self.unsent: list[SaveOrder] = []
+        """Orders for the next step. They have no id yet."""
+        self.sent: dict[int, SaveOrder] = {}
+        """Orders that the worker has, by id, the oldest first."""
+        self.cancels: list[int] = []
+        """Ids to be sent."""
+
+    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
+        """Returns the orders to send, with ids from `ids`."""
+        orders, self.unsent = self.unsent, []
+        for order, save_id in zip(orders, ids, strict=False):
+            order.save_id = save_id
+            self.sent[save_id] = order
+        return orders
+
+
+class BlockLeases(SaveOrders):
     """Owns the leases of one engine, and the holds on their blocks. A lease is sent to the worker as a save, and ends
     with its result."""
 
     def __init__(self, manager: KVCacheManager) -> None:
+        super().__init__()
         self._manager = manager
-        self.unsent: list[SaveOrder] = []
-        """Orders for the next step. They have no id yet."""
-        self.sent: dict[int, SaveOrder] = {}
-        """The oldest first."""
-        self.cancels: list[int] = []
-        """Ids to be sent."""
         self._broken: set[int] = set()
         """Ids of leases that were cancelled."""
         self._given_up: set[int] = set()
         """Ids of those that are not waited for."""
-        self.num_ended = make_counts()
-        """Leases by end, since the last statistics."""
 
     def grant(self, request: Request, name: str, filled: Collection[int]) -> int:
         """Holds the computed blocks of an ended request's prompt, but for its last token. Returns how many tokens they
@@ -170,21 +184,13 @@ class BlockLeases:
         self.unsent.append(order)
         return num_blocks * size
 
-    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
-        """Returns the orders to send, with ids from `ids`."""
-        orders, self.unsent = self.unsent, []
-        for order, lease_id in zip(orders, ids, strict=False):
-            order.save_id = lease_id
-            self.sent[lease_id] = order
-        return orders
-
     def end(self, result: SaveResult) -> None:
         """Takes in the end of a lease. One that is not known has ended before, or is no lease."""
         order = self.sent.pop(result.save_id, None)
         if order is not None:
             self._broken.discard(result.save_id)
             self._given_up.discard(result.save_id)
-            self.num_ended[result.reason or "broken"] += 1
+            add_count(self._manager.held.stats.num_leases, result.reason or "broken")
             self._manager.held.release(id(order))
 
     @property
@@ -201,7 +207,7 @@ class BlockLeases:
             self.cancels.append(lease_id)
         elif self.unsent:
             self._manager.held.release(id(self.unsent.pop(0)))
-            self.num_ended["broken"] += 1
+            add_count(self._manager.held.stats.num_leases, "broken")
             return True
         return False
 

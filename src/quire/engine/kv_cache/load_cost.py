@@ -9,6 +9,8 @@ more pay, so a source loads all that it has or nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quire.kv_store.rests import Rests
 
 START_S = 0.001
@@ -73,6 +75,16 @@ def count_pairs(start: int, num_tokens: int) -> float:
     return ((start + num_tokens) ** 2 - start**2) / 2
 
 
+@dataclass(slots=True)
+class _Source:
+    """A source that something was loaded from."""
+
+    rate: float
+    """Bytes per second."""
+    measured_at: float
+    """Time of its last load, or at which one was last allowed only to measure it."""
+
+
 class LoadCost:
     """Predicts and decides from what was noted. Sources are known by name, from their first load on."""
 
@@ -84,13 +96,9 @@ class LoadCost:
         """A load without progress for so long has stalled: its source rests."""
         self.compute = ComputeFit()
         self._min_load_tokens, self._load_bias = min_load_tokens, load_bias
-        self._rates: dict[str, float] = {}
-        """Bytes per second, of sources that something was loaded from."""
-        self._measured_at: dict[str, float] = {}
-        """Time of a source's last load, or at which one was last allowed only to measure it."""
-        self._rests = Rests()
-
-    # -- the choice --------------------------------------------------------------------------------------------
+        self._sources: dict[str, _Source] = {}
+        self.rests = Rests()
+        """Sources that have stalled."""
 
     def should_load(self, source: str, start: int, num_tokens: int, queued_tokens: int, now: float) -> bool:
         """Returns whether to load `num_tokens` after `start` others from a source that has `queued_tokens` to load.
@@ -98,23 +106,22 @@ class LoadCost:
         What is not known yet does not speak against it: the first load measures. A source that is not worth its loads
         is measured again each REMEASURE_S: its rate may be that of a small load, or of a slow moment.
         """
-        if num_tokens < self._min_load_tokens or self.is_resting(source, now):
+        if num_tokens < self._min_load_tokens or self.rests.is_resting(source, now):
             return False
-        t_load, t_compute = (
-            self.predict_load(source, num_tokens, queued_tokens),
-            self.compute.predict(start, num_tokens),
-        )
+        t_load = self.predict_load(source, num_tokens, queued_tokens)
+        t_compute = self.compute.predict(start, num_tokens)
         if t_load is None or t_compute is None or t_load <= self._load_bias * t_compute:
             return True
-        is_old = now - self._measured_at.get(source, now) >= REMEASURE_S
+        known = self._sources[source]
+        is_old = now - known.measured_at >= REMEASURE_S
         if is_old:
-            self._measured_at[source] = now  # one load measures
+            known.measured_at = now  # one load measures
         return is_old
 
     def predict_load(self, source: str, num_tokens: int, queued_tokens: int = 0) -> float | None:
         """Returns the seconds until `num_tokens` are loaded; None: the source was never measured."""
-        rate = self._rates.get(source)
-        return None if rate is None else START_S + (queued_tokens + num_tokens) * self.bytes_per_token / rate
+        known = self._sources.get(source)
+        return None if known is None else START_S + (queued_tokens + num_tokens) * self.bytes_per_token / known.rate
 
     def predict_total(self, source: str, start: int, num_tokens: int, queued_tokens: int, end: int) -> float:
         """Returns the seconds until all tokens up to `end` are there if `num_tokens` after `start` are loaded. What is
@@ -129,28 +136,15 @@ class LoadCost:
         predicted = self.predict_load(source, num_tokens, queued_tokens)
         return self.stall_s if predicted is None else LATE_FACTOR * predicted + LATE_S
 
-    # -- sources -----------------------------------------------------------------------------------------------
-
     def note_load(self, source: str, num_bytes: int, seconds: float, now: float) -> None:
         """Notes bytes that were read."""
-        if num_bytes > 0 and seconds > 0.0:
-            if source not in self._rates and len(self._rates) >= MAX_SOURCES:
-                oldest = next(iter(self._rates))
-                del self._rates[oldest], self._measured_at[oldest]
-            rate = num_bytes / seconds
-            before = self._rates.get(source, rate)
-            self._rates[source] = before + _NEW_SHARE * (rate - before)
-            self._measured_at[source] = now
-
-    def note_good(self, source: str) -> None:
-        """Notes a load without fault: the source's next rest is a short one. It may have begun before the last stall,
-        so a rest that has begun goes on."""
-        self._rests.note_good(source, ends_rest=False)
-
-    def note_stall(self, source: str, now: float) -> None:
-        """Notes a load without progress: the source rests. Several that stall together are one stall."""
-        self._rests.note_fault(source, now)
-
-    def is_resting(self, source: str, now: float) -> bool:
-        """Returns whether nothing is loaded from a source, because it has stalled."""
-        return self._rests.is_resting(source, now)
+        if num_bytes <= 0 or seconds <= 0.0:
+            return
+        rate, known = num_bytes / seconds, self._sources.get(source)
+        if known is not None:
+            known.rate += _NEW_SHARE * (rate - known.rate)
+            known.measured_at = now
+            return
+        if len(self._sources) >= MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
+        self._sources[source] = _Source(rate, now)

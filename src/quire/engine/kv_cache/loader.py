@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import block_extra_keys, stored_extra_keys, stored_hashes
-from quire.engine.kv_cache.held import make_counts
+from quire.engine.kv_cache.held import add_count
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S, LoadCost
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.request import Request
@@ -48,23 +48,6 @@ class Load:
         return sum(len(key.token_ids) for key in self.order.keys)
 
 
-@dataclass
-class RecordCounts:
-    """Records that were read by loads which have ended: each was accepted or rejected."""
-
-    num_read: int = 0
-    num_accepted: int = 0
-    num_rejected: dict[str, int] = field(default_factory=make_counts)
-    """Counts by reason."""
-
-    def add(self, result: LoadResult) -> None:
-        """Adds those of a load."""
-        self.num_read += result.num_records
-        self.num_accepted += result.num_accepted
-        for reason, number in result.num_rejected.items():
-            self.num_rejected[reason] += number
-
-
 class BlockLoader:
     """Owns the loads of one engine, and the holds on their blocks. Knows nothing of queues."""
 
@@ -76,8 +59,6 @@ class BlockLoader:
         """Loads that the worker has, by id; zombies among them."""
         self.cancels: list[int] = []
         """Ids to be sent."""
-        self.records = RecordCounts()
-        """Counts since the last statistics; they are replaced by new ones then."""
         self._by_digest: dict[bytes, Load] = {}
         """The active load of each block."""
         self.next_deadline = NEVER
@@ -93,25 +74,17 @@ class BlockLoader:
     def choose(
         self, request: Request, start: int, matches: Sequence[ExternalMatch], now: float
     ) -> ExternalMatch | None:
-        """Returns the match whose request can begin first, of those that may be loaded; None: computing is better."""
-
-        def rate(match: ExternalMatch) -> tuple[float, int]:
-            num_queued = self._count_queued(match.source)
-            seconds = self.cost.predict_total(match.source, start, match.num_tokens, num_queued, request.num_tokens)
-            return seconds, -match.num_tokens
-
-        able = [match for match in matches if match.num_tokens and self.may_load(request, start, match, now)]
-        return min(able, key=rate, default=None)
-
-    def may_load(self, request: Request, start: int, match: ExternalMatch, now: float) -> bool:
-        """Returns whether loading what was matched after the first `start` tokens is allowed, and pays."""
-        if any(load.is_overdue and load.order.source == match.source for load in self.sent.values()):
-            return False
-        num_queued = self._count_queued(match.source)
-        return self.cost.should_load(match.source, start, match.num_tokens, num_queued, now)
-
-    def _count_queued(self, source: str) -> int:
-        return sum(load.num_tokens for load in self.active.values() if load.order.source == source)
+        """Returns the match whose request can begin first, of those that may be loaded; None: computing is better.
+        `start`: tokens before what was matched."""
+        overdue = {load.order.source for load in self.sent.values() if load.is_overdue}
+        rated: list[tuple[float, int, ExternalMatch]] = []
+        for match in matches:
+            source, num_tokens = match.source, match.num_tokens
+            num_queued = sum(load.num_tokens for load in self.active.values() if load.order.source == source)
+            if source not in overdue and self.cost.should_load(source, start, num_tokens, num_queued, now):
+                seconds = self.cost.predict_total(source, start, num_tokens, num_queued, request.num_tokens)
+                rated.append((seconds, -num_tokens, match))
+        return min(rated, key=lambda one: one[:2])[2] if rated else None
 
     def begin(
         self,
@@ -146,8 +119,7 @@ class BlockLoader:
         load = self.active[request] = Load(request, order, blocks, fence, now)
         self._by_digest.update((key.digest, load) for key in keys)
         whole = tuple([hit + table for hit, table in zip(hits.blocks, blocks.tables, strict=True)])
-        self._connector.on_blocks_allocated(request, whole, match.num_tokens)
-        self._connector.update_state_after_alloc(request, order)
+        self._connector.update_state_after_alloc(request, order, whole)
         return load
 
     def can_send(self, num_received: int) -> bool:
@@ -196,8 +168,9 @@ class BlockLoader:
         source = load.order.source
         self.cost.note_load(source, result.num_bytes, result.seconds, now)
         if result.outcome == "ok":
-            self.cost.note_good(source)
-        self.records.add(result)
+            # it may have begun before the last stall, so a rest that has begun goes on
+            self.cost.rests.note_good(source, ends_rest=False)
+        self._count_records(result)
         self._connector.on_load_finished(load.order, result)
         self._note_life(source, now)
         if load.stage not in ("sent", "cancelled"):
@@ -210,6 +183,14 @@ class BlockLoader:
         if not num_accepted:
             self.release(load)
         return load, num_accepted
+
+    def _count_records(self, result: LoadResult) -> None:
+        """Counts the records that a load has read: each was accepted or rejected."""
+        stats = self._manager.held.stats
+        stats.num_read_records += result.num_records
+        stats.num_accepted_records += result.num_accepted
+        for reason, number in result.num_rejected.items():
+            add_count(stats.num_rejected_records, reason, number)
 
     def _count_acceptable(self, load: Load, num_verified: int) -> int:
         """Returns how many of the verified blocks are still the request's: its adapter may have changed meanwhile."""
@@ -267,7 +248,7 @@ class BlockLoader:
         for load in list(self.sent.values()):
             has_stalled = now >= load.progress_at + self.cost.stall_s
             if has_stalled:
-                self.cost.note_stall(load.order.source, now)
+                self.cost.rests.note_fault(load.order.source, now)  # several that stall together are one stall
                 load.progress_at = NEVER
             if load.stage == "sent" and (has_stalled or now >= load.deadline):
                 self.cancels.append(load.order.load_id)

@@ -16,33 +16,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import and_
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.connector import (
-    NO_MATCH,
-    BlockChoice,
-    ExternalMatch,
-    KVConnectorScheduler,
-    RemoteSaves,
-    find_longest_match,
-    is_kept_off,
-)
+from quire.engine.kv_cache.connector import BlockChoice, BlockTables, ExternalMatch, RemoteSaves, find_longest_match
 from quire.engine.kv_cache.hashing import stored_hashes
-from quire.engine.kv_cache.stored_blocks import StoredBlocks
+from quire.engine.kv_cache.record_scheduler import RecordScheduler
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, ValidationError
 from quire.kv_store.directory import StoreDirectory, has_key
 from quire.kv_store.peer.client import PeerList
 from quire.kv_store.rests import Rests
-from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.kv_transfer_params import FIELD, TransferParams, parse_transfer_params
 from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
-from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_events import REMOTE
 from quire.wire.kv_peers import DROPPED, MAX_KEYS
@@ -84,12 +71,13 @@ class _Asked:
 
     def join(self) -> dict[str, int]:
         """Returns what the servers have for all workers."""
-        first, *others = self.answers.values()
-        common = [address for address in first if all(address in answer for answer in others)]
-        bits = {
-            address: [int.from_bytes(one[address], "little") for one in self.answers.values()] for address in common
-        }
-        return {address: reduce(and_, each) for address, each in bits.items()}
+        first, *others = [
+            {address: int.from_bytes(bits, "little") for address, bits in answer.items()}
+            for answer in self.answers.values()
+        ]
+        for other in others:
+            first = {address: bits & other[address] for address, bits in first.items() if address in other}
+        return first
 
 
 class _Drops:
@@ -130,41 +118,26 @@ class _Drops:
         self._open.clear()
 
 
-class PeerScheduler(KVConnectorScheduler):
+class PeerScheduler(RecordScheduler):
     """Takes what peers have, and promises what they ask for."""
 
     asks_again = False
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(config, kv_cache_config)
-        transfer = config.kv_transfer_config
-        self._extra = transfer.kv_connector_extra_config
-        self._peers = PeerList(self._extra["peers"])
-        self.has_several_sources = len(self._extra["tiers"]) > 1
+        super().__init__(config, kv_cache_config, TIER, REMOTE)
+        self._peers = PeerList(self.extra["peers"])
+        self.has_several_sources = len(self.extra["tiers"]) > 1
         self._rests = Rests()
         """Addresses from which nothing is taken."""
-        self._num_workers = config.parallel_config.world_size
-        self._identities: dict[int, dict[str, Any]] = {}
-        """Reports of the worker halves, by rank: what blocks are made of, and where they are served."""
-        self._generation = 0
-        """Number of times that the weights were replaced."""
         self._offers: dict[str, tuple[TransferParams, list[Site]]] = {}
         """Requests that were not admitted yet: what is held for them elsewhere, and where, by rank."""
         self._asked: dict[str, _Asked] = {}
         """Requests that were not admitted yet, about which the tiers were asked."""
-        self._message: dict[str, Any] = {}
-        """To be sent to the worker half."""
-        self._limits = WriteLimits(MAX_WRITE_BYTES_PER_S)
         self._server_states: dict[int, str] = {}
         """State (`ServerState`) of the block server that is written to, by rank."""
-        self._drops = _Drops(self._num_workers)
-        if self._extra["tiers"] and self._extra["saves"]:
+        self._drops = _Drops(self.num_workers)
+        if self.extra["tiers"] and self.extra["saves"]:
             self.remote_saves = RemoteSaves()
-        self.stored: StoredBlocks | None = None
-        if self._extra.get("publish_store"):
-            self.stored = StoredBlocks(self._num_workers, REMOTE)
-        if transfer.audit_share:
-            self.audits = LoadAudits(transfer.audit_share, TIER)
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -183,20 +156,12 @@ class PeerScheduler(KVConnectorScheduler):
             raise ConfigError("audit_share: loads from block servers are audited, and there are none; leave it out")
         StoreDirectory.open_for_key(extra["path"]).close()
 
-    @property
-    def _is_known(self) -> bool:
-        """Returns whether all workers have reported what their blocks are made of."""
-        return len(self._identities) == self._num_workers
-
     # -- requests ----------------------------------------------------------------------------------------------
 
     @property
     def _takes(self) -> bool:
         """Returns whether blocks can be taken from elsewhere now."""
-        return self.config.kv_transfer_config.kv_role != "kv_producer" and self._is_known
-
-    def may_transfer(self, request: Request) -> bool:
-        return request.lora_request is None or bool(request.report.adapter_digest)
+        return self.role != "kv_producer" and self.is_known
 
     def on_new_request(self, request: Request) -> None:
         if not self._takes or request.lora_request is not None:
@@ -206,28 +171,28 @@ class PeerScheduler(KVConnectorScheduler):
             sites = self._find_sites(params)
             if sites is not None:
                 self._offers[request.request_id] = params, sites
-                self._message.setdefault("keep", []).append((params.remote_request_id, sites))
+                self.message.setdefault("keep", []).append((params.remote_request_id, sites))
         else:
             self._ask_tiers(request)
 
     def _ask_tiers(self, request: Request) -> bool:
         """Asks which blocks of a request the tiers have. Returns False if there is nothing to ask."""
-        if not self._extra["tiers"] or request.skip_reading_prefix_cache:
+        if not self.extra["tiers"] or request.skip_reading_prefix_cache:
             return False
         stop = min((request.num_tokens - 1) // self.block_size, MAX_KEYS // len(self.specs))
         hashes = stored_hashes(request, self.block_size)[:stop]
         if hashes:
             keys = [(group_id, digest) for group_id in range(len(self.specs)) for digest in hashes]
             self._asked[request.request_id] = _Asked(hashes)
-            self._message.setdefault("ask", {})[request.request_id] = keys
+            self.message.setdefault("ask", {})[request.request_id] = keys
         return bool(hashes)
 
     def _find_sites(self, params: TransferParams) -> list[Site] | None:
         """Returns where the workers of another engine serve, by rank; None if nothing may be taken from there."""
         places = [(params.remote_host, params.port, params.remote_incarnation or ""), *params.remote_ranks]
-        if len(places) != self._num_workers:
+        if len(places) != self.num_workers:
             wish = "blocks are not taken from %r: it has %d workers, and this engine has %d"
-            logger.warning(wish, params.remote_host, len(places), self._num_workers)
+            logger.warning(wish, params.remote_host, len(places), self.num_workers)
             return None
         sites: list[Site] = []
         for host, port, incarnation in places:
@@ -238,7 +203,7 @@ class PeerScheduler(KVConnectorScheduler):
             sites.append((address, incarnation))
         return sites
 
-    def request_started(self, request: Request) -> None:
+    def request_started(self, request: Request, tables: BlockTables) -> None:
         self._forget(request)
 
     def request_finished(self, request: Request) -> None:
@@ -249,30 +214,28 @@ class PeerScheduler(KVConnectorScheduler):
         self._asked.pop(request.request_id, None)
         offer = self._offers.pop(request.request_id, None)
         if offer is not None:
-            self._message.setdefault("release", []).append(offer[0].remote_request_id)
+            self.message.setdefault("release", []).append(offer[0].remote_request_id)
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        matches = self.find_matches(request, num_computed_tokens)
-        return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
-
-    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         offer = self._offers.get(request.request_id)
         if offer is not None:
-            return [self._match_offer(request, num_computed_tokens, *offer)]
+            return self._match_offer(request, num_computed_tokens, *offer)
         asked = self._asked.get(request.request_id)
         if asked is None:
             is_first = not (request.num_preemptions or request.num_computed_tokens)
             if request.lora_request is None or not is_first or not self._takes:
                 return []
             return None if self._ask_tiers(request) else []  # what its adapter is made of is known only now
-        if len(asked.answers) < self._num_workers:
+        if len(asked.answers) < self.num_workers:
             return None
-        hashes = asked.hashes
-        return [self._match_tier(request, num_computed_tokens, hashes, *tier) for tier in asked.join().items()]
+        found = [self._match_tier(request, num_computed_tokens, asked.hashes, *tier) for tier in asked.join().items()]
+        return [match for match in found if match is not None]
 
-    def _match_offer(self, request: Request, start: int, params: TransferParams, sites: list[Site]) -> ExternalMatch:
+    def _match_offer(
+        self, request: Request, start: int, params: TransferParams, sites: list[Site]
+    ) -> list[ExternalMatch]:
         """Returns the match of what another engine holds: of groups with a window only the blocks at its end."""
         size = self.block_size
         num_held = max(0, params.remote_num_tokens or 0) // size * size
@@ -280,16 +243,16 @@ class PeerScheduler(KVConnectorScheduler):
         end = min(num_held, most)
         reaches = [spec.reach for spec in self.specs]
         if any(reach is not None for reach in reaches) and end != num_held:
-            return NO_MATCH
+            return []
         address = sites[0][0]
         if end <= start or self._rests.is_resting(address, time.monotonic()) or not self._are_provable(start, end):
-            return NO_MATCH
+            return []
         load = {"peers": sites, "lease": params.remote_request_id}
-        return ExternalMatch(end - start, f"{SOURCE}:{address}", load)
+        return [ExternalMatch(end - start, f"{SOURCE}:{address}", load)]
 
     def _match_tier(
         self, request: Request, start: int, asked: list[BlockHash], address: str, bits: int
-    ) -> ExternalMatch:
+    ) -> ExternalMatch | None:
         places = {
             (group_id, digest): bool(bits >> group_id * len(asked) + index & 1)
             for group_id in range(len(self.specs))
@@ -300,8 +263,8 @@ class PeerScheduler(KVConnectorScheduler):
         )
         is_resting = self._rests.is_resting(address, time.monotonic())
         if not num_tokens or is_resting or not self._are_provable(start, start + num_tokens):
-            return NO_MATCH
-        return ExternalMatch(num_tokens, f"{TIER}:{address}", {"peers": [(address, "")] * self._num_workers})
+            return None
+        return ExternalMatch(num_tokens, f"{TIER}:{address}", {"peers": [(address, "")] * self.num_workers})
 
     def _are_provable(self, start: int, end: int) -> bool:
         """Returns whether a block is loaded of each position, whose tokens are compared."""
@@ -313,52 +276,52 @@ class PeerScheduler(KVConnectorScheduler):
         if result.outcome == "ok":
             self._rests.note_good(address)
         elif result.reason in (UNFIT if "lease" in params else UNTRUE):
-            seconds = self._rests.note_fault(address, time.monotonic())
-            why = UNFIT.get(result.reason, f"it has not sent what it said it has ({result.reason})")
-            logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, why)
+            self._rest(address, UNFIT.get(result.reason, f"it has not sent what it said it has ({result.reason})"))
+
+    def _rest(self, address: str, why: str) -> None:
+        seconds = self._rests.note_fault(address, time.monotonic())
+        logger.warning("nothing is taken from %s for %.0f s: %s", address, seconds, why)
 
     def plan_audit(self, blocks: SavedBlocks, match: ExternalMatch) -> dict[str, Any]:
         return {"peers": (match.params or {})["peers"]}
 
     def on_difference(self, block: SavedBlock, audit: dict[str, Any]) -> None:
-        address = audit["peers"][0][0]
-        seconds = self._rests.note_fault(address, time.monotonic())
-        logger.warning("nothing is taken from %s for %.0f s: it has other blocks than are computed", address, seconds)
+        self._rest(audit["peers"][0][0], "it has other blocks than are computed")
 
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
         states = self._server_states
-        is_writable = len(states) == self._num_workers and "closed" not in states.values()
-        return is_writable and not is_kept_off(request, skips_salted=self._extra["skip_salted"])
+        is_writable = len(states) == self.num_workers and "closed" not in states.values()
+        return is_writable and not self.is_kept_off(request)
 
     def seconds_to_save(self) -> float:
-        if not self._is_known or list(self._server_states.values()) != ["open"] * self._num_workers:
+        if not self.is_known or list(self._server_states.values()) != ["open"] * self.num_workers:
             return math.inf  # the worker half reports it
-        return self._limits.seconds_left()
+        return self.limits.seconds_left()
 
     def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
-        num_bytes = sum(one["payload_bytes"][group_id] for one in self._identities.values())
+        num_bytes = sum(one["payload_bytes"][group_id] for one in self.identities.values())
         # the worker half asks the server what it has
-        return BlockChoice(*self._limits.take(group_id, digests, num_bytes, None))
+        return BlockChoice(*self.limits.take(group_id, digests, num_bytes, None))
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
-        self._limits.forget_unsaved(order.blocks, result.num_saved)
+        self.limits.forget_unsaved(order.blocks, result.num_saved)
         if result.reason in ("full", "rate", "error"):
-            self._limits.rest()
+            self.limits.rest()
 
     # -- leases ------------------------------------------------------------------------------------------------
 
     def name_lease(self, request: Request) -> str | None:
-        gives = self.config.kv_transfer_config.kv_role != "kv_consumer"
+        gives = self.role != "kv_consumer"
         params = _params_of(request) if gives and request.status in _ENDS else None
-        is_served = self._is_known and all("listen" in one for one in self._identities.values())
+        is_served = self.is_known and all("listen" in one for one in self.identities.values())
         if params is None or not params.do_remote_decode or not is_served:
             return None
         return f"{request.request_id}-{secrets.token_hex(8)}"
 
     def make_transfer_params(self, request: Request, lease: str, num_tokens: int) -> dict[str, Any] | None:
-        first, *others = (self._identities[rank] for rank in range(self._num_workers))
+        first, *others = (self.identities[rank] for rank in range(self.num_workers))
         host, port = _host_and_port(first["listen"])
         sampling, parallel = request.sampling_params, self.config.parallel_config
         ranks = [(*_host_and_port(one["listen"]), one["incarnation"]) for one in others]
@@ -367,7 +330,7 @@ class PeerScheduler(KVConnectorScheduler):
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [[] for _ in self.specs],  # blocks are asked for by their hashes
-            "remote_engine_id": self._extra["engine_id"],
+            "remote_engine_id": self.extra["engine_id"],
             "remote_request_id": lease,
             "remote_host": host,
             "remote_port": port,
@@ -384,47 +347,33 @@ class PeerScheduler(KVConnectorScheduler):
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        super().update_connector_output(output)
         info = output.info or {}
-        if "fingerprint" in info and info.get("generation") == self._generation:
-            self._identities[output.rank] = info
         if "store_state" in info:
             self._server_states[output.rank] = info["store_state"]
         if "puts" in info and self.remote_saves is not None:
             self.remote_saves.add(output.rank, info["puts"])
-        if self.stored is not None and "watched" in info and info["generation"] == self._generation:
-            self.stored.update(output.rank, *info["watched"])
         if "dropped" in info:
             self._drops.add(output.rank, *info["dropped"])
         for request_id, found in info.get("have", {}).items():
             if request_id in self._asked:
                 self._asked[request_id].answers[output.rank] = found
 
-    def take_message(self) -> dict[str, Any] | None:
-        message, self._message = self._message, {}
-        return message or None
-
-    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
-        return self.take_message()
-
     def reset_cache(self) -> bool | Future[bool]:
         """Orders the block servers to drop the records of this engine. Those that only send blocks refuse."""
         self._asked.clear()  # what they had then
-        self._limits.forget_all()
-        if not self._extra["tiers"]:
+        self.limits.forget_all()
+        if not self.extra["tiers"]:
             return True
-        self._message["drop"], end = self._drops.begin()
+        self.message["drop"], end = self._drops.begin()
         return end
 
     def shutdown(self) -> None:
         self._drops.end()
 
     def set_weights(self, path: str) -> None:
-        self._generation += 1
-        self._identities.clear()
+        super().set_weights(path)
         self._asked.clear()
-        self._limits.forget_all()
-        if self.stored is not None:
-            self.stored.clear()
 
 
 def _params_of(request: Request) -> TransferParams | None:

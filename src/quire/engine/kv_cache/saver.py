@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise, takewhile
 from typing import NamedTuple
 
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
-from quire.engine.kv_cache.held import make_counts
+from quire.engine.kv_cache.held import SaveOrders, add_count
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request
@@ -104,13 +103,17 @@ def _make_candidates(num_groups: int) -> list[_Candidates]:
 
 
 class _Draft:
-    """An order that is being made."""
+    """An order that is being made, and what is known of its blocks until it ends."""
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
         self.adapters: list[str] = []
         """Digests of their adapters."""
         self.columns = SavedBlocks()
+        self.computed_at = 0.0
+        """Time at which the oldest of them was computed."""
+        self.noted_at = 0
+        """Number of changes of the cache when they were ordered."""
 
     def add(self, group_id: int, more: _Candidates) -> None:
         """Adds blocks of a group, none of which has lost its content."""
@@ -132,17 +135,6 @@ class _Draft:
         self.adapters += more.adapters
 
 
-class _Ordered(NamedTuple):
-    """Facts of the blocks of an order."""
-
-    computed_at: float
-    """Time at which the oldest of them was computed."""
-    noted_at: int
-    """Number of changes of the cache when they were ordered."""
-    adapters: list[str]
-    """Digests of their adapters."""
-
-
 class _Postponed(NamedTuple):
     """A computed block that could not be saved when it was."""
 
@@ -155,21 +147,7 @@ class _Postponed(NamedTuple):
     computed_at: float
 
 
-@dataclass
-class SaveCounts:
-    """Counts of blocks to be saved. Those that began were saved or dropped since, or wait."""
-
-    num_begun: int = 0
-    num_saved: int = 0
-    num_dropped: dict[str, int] = field(default_factory=make_counts)
-    """Counts by reason."""
-    num_audited: dict[str, int] = field(default_factory=make_counts)
-    """Counts by outcome: same, differs, skipped."""
-    save_lags: list[float] = field(default_factory=list)
-    """Per save that has stored blocks: time since its oldest block was computed."""
-
-
-class BlockSaver:
+class BlockSaver(SaveOrders):
     """Owns the saves of one engine. Blocks are noted when their step is scheduled, and saved when its result is in: all
     of a step at once, list by list, because a call for each block costs more than the rest of its save here.
 
@@ -181,22 +159,16 @@ class BlockSaver:
     """
 
     def __init__(self, connector: KVConnectorScheduler, manager: KVCacheManager, max_pinned_blocks: int) -> None:
-        self._connector, self._manager = connector, manager
+        super().__init__()
+        self._connector, self._manager, self._held = connector, manager, manager.held
         self._max_pinned_blocks = max_pinned_blocks
         manager.on_full_blocks = self.note_full
         self.noted: _FilledBlocks | None = None
         """Blocks that the next step fills; None: there are none."""
         self.steps: deque[tuple[int, _FilledBlocks]] = deque()
         """Steps without a result that fill blocks: number and blocks."""
-        self.unsent: list[SaveOrder] = []
-        """Orders for the next step. They have no id yet."""
-        self.sent: dict[int, SaveOrder] = {}
-        self._given_up: set[int] = set()
-        """Ids of sent saves that are not waited for."""
-        self.cancels: list[int] = []
-        """Ids to be sent."""
         self._deadlines: dict[int, float] = {}
-        """Times at which cancelled saves are given up, by id."""
+        """Times at which cancelled saves are given up, by id; never: they were."""
         self._num_pinned = 0
         self.postponed: dict[int, _Postponed] = {}
         """Blocks to be offered again, by block id, the oldest first. The result of their step is in."""
@@ -204,10 +176,8 @@ class BlockSaver:
         """Time at which the store can take postponed blocks."""
         self.next_deadline = NEVER
         """Time at which `give_up` or `offer_postponed` has something to do."""
-        self.counts = SaveCounts()
-        """Counts since the last statistics; they are replaced by new ones then."""
-        self._ordered: dict[int, _Ordered] = {}
-        """Facts of orders, by `id`."""
+        self._drafts: dict[int, _Draft] = {}
+        """Drafts of the orders that have not ended, by `id` of the order."""
 
     def note_full(self, request: Request, start: int, stop: int, tables: Sequence[list[KVCacheBlock]]) -> None:
         """Notes that the next step fills the blocks `start` to `stop` of a request, whose `tables` are one per group.
@@ -237,13 +207,13 @@ class BlockSaver:
         """Returns where the blocks of a request belong if there are audits, by first and last: those that are audited
         are not saved."""
         audits = self._connector.audits
-        audited = range(0) if audits is None else audits.positions_of(request)
-        if audits is None or not audited:
+        audited = None if audits is None else audits.find(request)
+        if audited is None:
             return [(start, stop, saved)]
-        match = audits.match_of(request)
+        positions, match = audited
         compared = noted.audited.setdefault(match.source, (match, _make_candidates(len(saved))))[1]
-        bounds = [start, *(bound for bound in (audited.start, audited.stop) if start < bound < stop), stop]
-        return [(first, end, compared if first in audited else saved) for first, end in pairwise(bounds)]
+        bounds = [start, *(bound for bound in (positions.start, positions.stop) if start < bound < stop), stop]
+        return [(first, end, compared if first in positions else saved) for first, end in pairwise(bounds)]
 
     def note_scheduled(self, step: int) -> None:
         """Takes what was noted as filled by a step."""
@@ -274,7 +244,7 @@ class BlockSaver:
             candidates = noted.take_unchanged()
             if candidates.blocks:
                 num_decided, num_taken = self._offer(group_id, candidates, draft)
-                self.counts.num_begun += num_taken
+                self._held.stats.num_saves_begun += num_taken
                 if num_decided < len(candidates.blocks):
                     self._postpone(group_id, candidates, num_decided, now)
         self._order(draft, now)
@@ -298,8 +268,8 @@ class BlockSaver:
         for group_id, of_group in enumerate(audited):
             room = max(0, self._max_pinned_blocks - self._num_pinned - len(draft.blocks))
             if len(of_group.blocks) > room:
-                self.counts.num_audited["skipped"] += len(of_group.blocks) - room
-                self._manager.held.has_changed = True
+                add_count(self._held.stats.num_audited_blocks, "skipped", len(of_group.blocks) - room)
+                self._held.has_changed = True
             draft.add(group_id, of_group.take(range(min(room, len(of_group.blocks)))))
         self._order(draft, now, match)
 
@@ -308,10 +278,10 @@ class BlockSaver:
         if draft.blocks:
             audit = None if audited is None else self._connector.plan_audit(draft.columns, audited)
             order = SaveOrder(0, draft.columns, audit=audit)
-            self._manager.held.pin(id(order), draft.blocks)
+            self._held.pin(id(order), draft.blocks)
             self._num_pinned += len(draft.blocks)
-            noted_at = self._manager.block_pool.cached_blocks.num_changes
-            self._ordered[id(order)] = _Ordered(computed_at, noted_at, draft.adapters)
+            draft.computed_at, draft.noted_at = computed_at, self._manager.block_pool.cached_blocks.num_changes
+            self._drafts[id(order)] = draft
             self.unsent.append(order)
 
     # -- postponed blocks --------------------------------------------------------------------------------------
@@ -326,19 +296,18 @@ class BlockSaver:
                 former = self.postponed.pop(next(iter(self.postponed)))
             self._drop("evicted", former is not None)
             self.postponed[block.block_id] = _Postponed(group_id, digest, parent, adapter, noted_at, now)
-        self.counts.num_begun += num_begun
-        self._manager.held.has_changed = True
+        self._held.stats.num_saves_begun += num_begun
+        self._held.has_changed = True
 
     def _postpone_unsaved(self, order: SaveOrder, num_saved: int) -> None:
         """Postpones the blocks of an order behind the first `num_saved`: they come before the others, as older ones."""
         pool, found = self._manager.block_pool.blocks, dict[int, _Postponed]()
-        computed_at, noted_at, adapters = self._ordered[id(order)]
-        columns = order.blocks
+        draft, columns = self._drafts[id(order)], order.blocks
         for i in range(num_saved, len(columns)):
             block_id = columns.block_ids[i]
-            if pool[block_id].forgotten_at <= noted_at:
-                names = columns.group_ids[i], columns.digests[i], columns.parents[i], adapters[i]
-                found[block_id] = _Postponed(*names, noted_at, computed_at)
+            if pool[block_id].forgotten_at <= draft.noted_at:
+                names = columns.group_ids[i], columns.digests[i], columns.parents[i], draft.adapters[i]
+                found[block_id] = _Postponed(*names, draft.noted_at, draft.computed_at)
         num_dropped = len(columns) - num_saved - len(found)
         num_dropped += sum(self.postponed.pop(block_id, None) is not None for block_id in found)  # what they had before
         self.postponed = found | self.postponed
@@ -346,7 +315,7 @@ class BlockSaver:
             del self.postponed[block_id]
             num_dropped += 1
         self._drop("evicted", num_dropped)
-        self._manager.held.has_changed = True
+        self._held.has_changed = True
 
     def offer_postponed(self, now: float) -> None:
         """Orders saves of postponed blocks, as far as there are pins."""
@@ -396,8 +365,8 @@ class BlockSaver:
     def _drop(self, reason: str, number: int) -> None:
         """Counts blocks that are not saved, if there are any."""
         if number:
-            self.counts.num_dropped[reason] += number
-            self._manager.held.has_changed = True
+            add_count(self._held.stats.num_dropped_blocks, reason, number)
+            self._held.has_changed = True
 
     def count_waiting(self) -> dict[str, int]:
         """Returns the number of blocks that are to be saved, by state: pinned for an order, or postponed. Among the
@@ -408,30 +377,21 @@ class BlockSaver:
 
     # -- orders ------------------------------------------------------------------------------------------------
 
-    def send(self, ids: Iterable[int]) -> list[SaveOrder]:
-        """Returns the orders to send, with ids from `ids`."""
-        orders, self.unsent = self.unsent, []
-        for order, save_id in zip(orders, ids, strict=False):
-            order.save_id = save_id
-            self.sent[save_id] = order
-        return orders
-
     def end(self, result: SaveResult, ended_at: float) -> None:
         """Takes in the end of a save. One that is not known has ended before."""
         order = self.sent.pop(result.save_id, None)
         if order is None:
             return
-        self._given_up.discard(result.save_id)
         if self._deadlines.pop(result.save_id, None) is not None:
             self._set_deadline()
         if order.audit is not None:
             self._end_audit(order, result)
             return
         self._connector.on_save_finished(order, result)
-        self.counts.num_saved += result.num_saved - result.num_present
+        self._held.stats.num_saved_blocks += result.num_saved - result.num_present
         self._drop("present", result.num_present)
         if result.num_saved > result.num_present:
-            self.counts.save_lags.append(ended_at - self._ordered[id(order)].computed_at)
+            self._held.stats.save_lags.append(ended_at - self._drafts[id(order)].computed_at)
         if result.reason == AWAY:
             self._postpone_unsaved(order, result.num_saved)
         elif result.num_saved < len(order.blocks):
@@ -444,7 +404,7 @@ class BlockSaver:
         num_skipped = max(0, len(order.blocks) - result.num_saved - num_differing)
         for outcome, number in ("same", result.num_saved), ("differs", num_differing), ("skipped", num_skipped):
             if number:
-                self.counts.num_audited[outcome] += number
+                add_count(self._held.stats.num_audited_blocks, outcome, number)
         for index in result.differing:
             self._connector.on_difference(order.blocks[index], order.audit or {})
         self._let_go(order)
@@ -464,12 +424,12 @@ class BlockSaver:
     @property
     def num_expected(self) -> int:
         """Number of sent saves that are waited for."""
-        return len(self.sent) - len(self._given_up)
+        return len(self.sent) - sum(deadline == NEVER for deadline in self._deadlines.values())
 
     def cancel_sent(self, now: float) -> None:
         """Asks for the end of all sent saves. Those that have not ended some time later are given up."""
         for save_id in self.sent:
-            if save_id not in self._given_up and save_id not in self._deadlines:
+            if save_id not in self._deadlines:
                 self.cancels.append(save_id)
                 self._deadlines[save_id] = now + QUARANTINE_S
         self._set_deadline()
@@ -480,12 +440,11 @@ class BlockSaver:
     def give_up(self, now: float) -> None:
         """Waits no longer for cancelled saves whose time has come; their blocks stay held until they end."""
         for save_id in [i for i, deadline in self._deadlines.items() if deadline <= now]:
-            del self._deadlines[save_id]
-            self._given_up.add(save_id)
-            self._manager.held.change(id(self.sent[save_id]), "quarantined")
+            self._deadlines[save_id] = NEVER
+            self._held.change(id(self.sent[save_id]), "quarantined")
         self._set_deadline()
 
     def _let_go(self, order: SaveOrder) -> None:
-        self._manager.held.release(id(order))
-        del self._ordered[id(order)]
+        self._held.release(id(order))
+        del self._drafts[id(order)]
         self._num_pinned -= len(order.blocks)

@@ -12,15 +12,13 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import PART, PARTS
-from quire.engine.kv_cache.audits import LoadAudits
-from quire.engine.kv_cache.connector import NO_MATCH, BlockChoice, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import BlockChoice, BlockTables, ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
+from quire.engine.kv_cache.record_scheduler import LoadAudits
 from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
-from quire.engine.kv_cache.stored_blocks import StoresBlocks
 from quire.engine.request import Request
 from quire.wire.block_hash import BlockHash
-from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import (
     KVConnectorOutput,
@@ -47,8 +45,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         self._peers = PeerScheduler(of_peers, kv_cache_config)
         share = config.kv_transfer_config.audit_share
         self.audits = LoadAudits(share, DISK, TIER) if share else None
-        stored = [one for one in (self._store.stored, self._peers.stored) if one is not None]
-        self.stored = StoresBlocks(*stored) if stored else None
+        self.stored = [*self._store.stored, *self._peers.stored]
         self.remote_saves = self._peers.remote_saves
         self._parts: dict[str, KVConnectorScheduler] = dict(zip(PARTS, (self._store, self._peers), strict=True))
 
@@ -63,11 +60,7 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        matches = self.find_matches(request, num_computed_tokens)
-        return None if matches is None else max(matches, key=lambda match: match.num_tokens, default=NO_MATCH)
-
-    def find_matches(self, request: Request, num_computed_tokens: int) -> Sequence[ExternalMatch] | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch] | None:
         """Does not wait for what peers have if the store has all that can be loaded."""
         all_tokens = (request.num_tokens - 1) // self.block_size * self.block_size - num_computed_tokens
         matches: list[ExternalMatch] = []
@@ -75,14 +68,12 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
             found = part.find_matches(request, num_computed_tokens)
             if found is None and all(match.num_tokens < all_tokens for match in matches):
                 return None
-            matches += [
-                match._replace(params={**(match.params or {}), PART: name}) for match in found or () if match.num_tokens
-            ]
+            matches += [match._replace(params={**(match.params or {}), PART: name}) for match in found or ()]
         return matches
 
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
         name = _part_of(order)
-        self._parts[name].update_state_after_alloc(request, order)
+        self._parts[name].update_state_after_alloc(request, order, tables)
         order.params = {**(order.params or {}), PART: name}
 
     def on_load_finished(self, order: LoadOrder, result: LoadResult) -> None:
@@ -121,9 +112,9 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         for part in self._parts.values():
             part.on_new_request(request)
 
-    def request_started(self, request: Request) -> None:
+    def request_started(self, request: Request, tables: BlockTables) -> None:
         for part in self._parts.values():
-            part.request_started(request)
+            part.request_started(request, tables)
 
     def request_finished(self, request: Request) -> None:
         for part in self._parts.values():
@@ -132,10 +123,8 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
     # -- messages ----------------------------------------------------------------------------------------------
 
     def take_message(self) -> dict[str, Any] | None:
-        return _join({name: part.take_message() for name, part in self._parts.items()})
-
-    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
-        return _join({name: part.build_connector_meta(output) for name, part in self._parts.items()})
+        messages = {name: part.take_message() for name, part in self._parts.items()}
+        return {name: message for name, message in messages.items() if message} or None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info or {}
@@ -163,7 +152,3 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 def _part_of(order: LoadOrder) -> str:
     name: str = (order.params or {})[PART]
     return name
-
-
-def _join(messages: dict[str, dict[str, Any] | None]) -> dict[str, Any] | None:
-    return {name: message for name, message in messages.items() if message} or None

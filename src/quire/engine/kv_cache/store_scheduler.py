@@ -12,31 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.connector import (
-    NO_MATCH,
     NONE_STORED,
     NOTHING_CHOSEN,
     BlockChoice,
+    BlockTables,
     ExternalMatch,
-    KVConnectorScheduler,
     find_longest_match,
-    is_kept_off,
 )
 from quire.engine.kv_cache.hashing import stored_hashes
-from quire.engine.kv_cache.stored_blocks import StoredBlocks
+from quire.engine.kv_cache.record_scheduler import RecordScheduler
 from quire.engine.request import Request
 from quire.errors import ConfigError
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.index import PartsIndex, StoreScanner
-from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
-from quire.wire.execution import SchedulerOutput
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_events import LOCAL
 from quire.wire.kv_transfer import (
     REJECTIONS,
-    KVConnectorOutput,
     LoadOrder,
     LoadResult,
     SavedBlock,
@@ -51,31 +46,18 @@ SOURCE = "disk"
 NO_PLACE = -1
 
 
-class StoreScheduler(KVConnectorScheduler):
+class StoreScheduler(RecordScheduler):
     """Looks blocks up in a directory, and orders those that it lacks to be written."""
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(config, kv_cache_config)
-        transfer = config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
-        self._role = transfer.kv_role
-        self._skips_salted = bool(extra.get("skip_salted"))
+        super().__init__(config, kv_cache_config, SOURCE, LOCAL)
         self._directory = _open_directory(config)
-        self._limits = WriteLimits(int(extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
         self._payload_bytes: list[int] = []
         """Bytes of a block of all workers, per group."""
-        self._num_workers = config.parallel_config.world_size
-        self._identities: dict[int, dict[str, Any]] = {}
-        """Reports of the workers' namespaces, by rank."""
         self._index: PartsIndex | None = None
         """None: the namespaces are not known yet."""
         self._scanner: StoreScanner | None = None
-        self._generation = 0
-        """Number of times that the weights were replaced."""
         self._had_namespace = False
-        self._is_resetting = False
-        self.stored: StoredBlocks | None = StoredBlocks(self._num_workers) if extra.get("publish_store") else None
-        self.audits = LoadAudits(transfer.audit_share, SOURCE) if transfer.audit_share else None
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -84,21 +66,18 @@ class StoreScheduler(KVConnectorScheduler):
             raise ConfigError("publish_store adds a KV store to KV cache events; enable them with --kv-events-config")
         _open_directory(config).close()
 
-    def may_transfer(self, request: Request) -> bool:
-        return request.lora_request is None or bool(request.report.adapter_digest)
-
     # -- loads -------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+    def find_matches(self, request: Request, num_computed_tokens: int) -> list[ExternalMatch]:
         index = self._index
-        if index is None or self._role == "kv_producer":
-            return NO_MATCH
+        if index is None or self.role == "kv_producer":
+            return []
         num_tokens = find_longest_match(
             self.specs, request, num_computed_tokens, lambda group_id, digest: index.contains(digest, group_id)
         )
         if not num_tokens or not self._are_provable(request, index, num_computed_tokens, num_tokens):
-            return NO_MATCH
-        return ExternalMatch(num_tokens, SOURCE)
+            return []
+        return [ExternalMatch(num_tokens, SOURCE)]
 
     def _are_provable(self, request: Request, index: PartsIndex, num_computed_tokens: int, num_tokens: int) -> bool:
         """Returns whether each block has a record of some group: its tokens are compared even where none is loaded."""
@@ -109,7 +88,7 @@ class StoreScheduler(KVConnectorScheduler):
         hashes = stored_hashes(request, self.block_size)[start:stop]
         return all(any(index.contains(digest, g) for g in groups) for digest in hashes)
 
-    def update_state_after_alloc(self, request: Request, order: LoadOrder) -> None:
+    def update_state_after_alloc(self, request: Request, order: LoadOrder, tables: BlockTables) -> None:
         groups = range(len(self.specs))
         order.params = self._locate([[(key.digest, group) for key in order.keys] for group in groups])
 
@@ -124,7 +103,7 @@ class StoreScheduler(KVConnectorScheduler):
         """Returns where the records of blocks (digest, group) are, for each worker."""
         index, parts = self._index, []
         found = [[None if index is None else index.find(*block) for block in row] for row in rows]
-        for rank in range(self._num_workers):
+        for rank in range(self.num_workers):
             numbers: dict[str, int] = {}
             places = [
                 [
@@ -147,41 +126,33 @@ class StoreScheduler(KVConnectorScheduler):
             key = order.keys[result.num_verified]
             for group_id in range(len(self.specs)):
                 self._index.forget(key.digest, group_id)
-                self._limits.forget(group_id, key.digest)
+                self.limits.forget(group_id, key.digest)
 
     # -- saves -------------------------------------------------------------------------------------------------
 
     def wants_saves(self, request: Request) -> bool:
-        return self._role != "kv_consumer" and not is_kept_off(request, skips_salted=self._skips_salted)
+        return self.role != "kv_consumer" and not self.is_kept_off(request)
 
     def seconds_to_save(self) -> float:
         if self._index is None:
             return math.inf  # the worker half reports the namespace
-        return self._limits.seconds_left()
+        return self.limits.seconds_left()
 
     def choose_blocks(self, group_id: int, digests: Sequence[BlockHash]) -> BlockChoice:
         index = self._index
         if index is None:
             return NOTHING_CHOSEN
-        return BlockChoice(*self._limits.take(group_id, digests, self._payload_bytes[group_id], index))
+        return BlockChoice(*self.limits.take(group_id, digests, self._payload_bytes[group_id], index))
 
     def on_save_finished(self, order: SaveOrder, result: SaveResult) -> None:
-        self._limits.forget_unsaved(order.blocks, result.num_saved)
+        self.limits.forget_unsaved(order.blocks, result.num_saved)
         if result.reason in ("full", "error"):
-            self._limits.rest()
+            self.limits.rest()
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        info = output.info
-        if self.stored is not None and info and "watched" in info and info["generation"] == self._generation:
-            self.stored.update(output.rank, *info["watched"])
-        if not info or info.get("generation") != self._generation or "fingerprint" not in info:
-            return
-        self._identities[output.rank] = info
-        if len(self._identities) < self._num_workers:
-            return
-        by_rank = [self._identities[rank] for rank in range(self._num_workers)]
+    def on_identified(self) -> None:
+        by_rank = [self.identities[rank] for rank in range(self.num_workers)]
         self._payload_bytes = [sum(sizes) for sizes in zip(*(one["payload_bytes"] for one in by_rank), strict=True)]
         fingerprints = [one["fingerprint"] for one in by_rank]
         if self._index is not None and fingerprints == [part.fingerprint for part in self._index.parts]:
@@ -196,22 +167,11 @@ class StoreScheduler(KVConnectorScheduler):
                 logger.warning("the KV store %s cannot be read: %s", self._directory.path, e.strerror)
         self._had_namespace = True
         self._index, self._scanner = index, StoreScanner(index)
-        logger.info("KV store %s: %d blocks of this model", self._directory.path, index.num_blocks)
-
-    def take_message(self) -> dict[str, Any] | None:
-        if not self._is_resetting:
-            return None
-        self._is_resetting = False
-        return {"reset": True}
-
-    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any] | None:
-        return self.take_message()
+        logger.info("KV store %s: %d blocks of this model", self._directory.path, index.counts[0])
 
     def set_weights(self, path: str) -> None:
-        self._generation += 1
-        self._forget_namespace()
-        if self.stored is not None:
-            self.stored.clear()
+        super().set_weights(path)
+        self._close_index()
 
     def count_stored(self) -> tuple[int, int]:
         index = self._index
@@ -223,18 +183,16 @@ class StoreScheduler(KVConnectorScheduler):
             logger.warning("the KV store %s is not reset: its namespace is not known yet", self._directory.path)
             return False
         self._index.forget_all()
-        self._limits.forget_all()
-        self._is_resetting = True
+        self.limits.forget_all()
+        self.message["reset"] = True
         return True
 
     def shutdown(self) -> None:
-        self._forget_namespace()
+        self._close_index()
         self._directory.close()
 
-    def _forget_namespace(self) -> None:
+    def _close_index(self) -> None:
         scanner, self._scanner, self._index = self._scanner, None, None
-        self._identities.clear()
-        self._limits.forget_all()
         if scanner is not None:
             scanner.stop()
 

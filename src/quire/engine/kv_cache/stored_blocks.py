@@ -69,17 +69,6 @@ class StoredBlocks:
         ]
 
 
-class StoresBlocks:
-    """The blocks of several stores."""
-
-    def __init__(self, *parts: StoredBlocks) -> None:
-        self._parts = parts
-
-    def take(self, *, everything: bool) -> list[Change]:
-        """Returns the changes of all stores, as of one."""
-        return [change for part in self._parts for change in part.take(everything=everything)]
-
-
 def _as_name(pair: Sequence[int | bytes]) -> RecordName:
     group_id, digest = pair
     assert isinstance(group_id, int)

@@ -15,12 +15,12 @@ from itertools import count
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlocks
-from quire.engine.kv_cache.connector import RESET_S, ExternalMatch, KVConnectorScheduler
-from quire.engine.kv_cache.held import BlockLeases, make_counts
+from quire.engine.kv_cache.connector import RESET_S, KVConnectorScheduler
+from quire.engine.kv_cache.held import BlockLeases, add_count
 from quire.engine.kv_cache.load_cost import NEVER, LoadCost, count_pairs
-from quire.engine.kv_cache.loader import BlockLoader, Load, RecordCounts
+from quire.engine.kv_cache.loader import BlockLoader, Load
 from quire.engine.kv_cache.manager import KVCacheManager
-from quire.engine.kv_cache.saver import BlockSaver, SaveCounts
+from quire.engine.kv_cache.saver import BlockSaver
 from quire.engine.kv_cache.sizing import KVCacheSizes
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.interface import AdmissionGate
@@ -145,10 +145,6 @@ class _Steps:
         """Numbers of the steps in flight that mainly compute prompts, and when they were sent."""
         self._last_at = 0.0
 
-    def measure(self, now: float) -> None:
-        """Begins to measure the step that was sent last."""
-        self.measured.append((self.num_sent, now))
-
     def note_received(self, output: SchedulerOutput, cost: LoadCost, now: float) -> None:
         """Notes the end of a step that is measured, or was in flight with one that is."""
         number, sent_at = self.measured[0]
@@ -194,7 +190,7 @@ class KVExchange(NoExchange, AdmissionGate):
         self.leases = BlockLeases(manager)
         self.loader.cancels = self.leases.cancels = self.saver.cancels  # one list for all
         connector.bind_kv_cache_manager(manager)
-        self._manager = manager
+        self._manager, self._held = manager, manager.held
         self._loaded: dict[Request, list[tuple[Load, int]]] = {}
         """Loads that have ended, and how many tokens they have brought, of requests that were not admitted since. These
         do not load again, unless another source may have what the last one has not brought."""
@@ -206,8 +202,6 @@ class KVExchange(NoExchange, AdmissionGate):
         """The last request that does not load, and its hits."""
         self._steps = _Steps()
         self._ids = count(1)
-        self._stats = KVTransferStats()
-        """Counts since the last statistics. What adds to them sets `HeldBlocks.has_changed`."""
         self._num_stored: tuple[int, int] | None = None
         """Numbers of what was stored at the last statistics."""
 
@@ -255,30 +249,21 @@ class KVExchange(NoExchange, AdmissionGate):
             request.report.transfer_params = self.connector.make_transfer_params(request, lease, num_tokens)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        held, stored, remote_saves = self._manager.held, self.connector.count_stored(), self.connector.remote_saves
+        held, stored, remote_saves = self._held, self.connector.count_stored(), self.connector.remote_saves
         if (
             stored is self._num_stored
             and not held.has_changed
             and (remote_saves is None or not remote_saves.has_changed)
         ):
             return  # nearly all steps
-        held.has_changed = False
+        new, held.stats, held.has_changed = held.stats, KVTransferStats(), False
         self._num_stored = stored
-        new, self._stats = self._stats, KVTransferStats()
         new.num_stored_blocks, new.num_stored_bytes = stored
-        saver, loader, leases = self.saver, self.loader, self.leases
-        new.num_loads_in_flight = len(loader.active)
-        records, loader.records = loader.records, RecordCounts()
-        new.num_read_records, new.num_accepted_records = records.num_read, records.num_accepted
-        new.num_rejected_records = dict(records.num_rejected)
-        counts, saver.counts = saver.counts, SaveCounts()
-        new.num_saves_begun, new.num_saved_blocks = counts.num_begun, counts.num_saved
-        new.num_dropped_blocks, new.save_lags = dict(counts.num_dropped), counts.save_lags
-        new.num_waiting_saves, new.num_audited_blocks = saver.count_waiting(), dict(counts.num_audited)
-        new.num_leases, leases.num_ended = dict(leases.num_ended), make_counts()
+        new.num_loads_in_flight = len(self.loader.active)
+        new.num_waiting_saves = self.saver.count_waiting()
+        new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         if remote_saves is not None:
             remote_saves.move_to(new)
-        new.num_held_blocks = {str(state): number for state, number in held.count().items()}
         stats.kv_transfer = new
 
     def on_new_request(self, request: Request) -> None:
@@ -350,8 +335,9 @@ class KVExchange(NoExchange, AdmissionGate):
             return False
         if self._declined == (request, num_hits) or not self._may_load(request):
             return False
-        first = num_hits // self._manager.block_size
-        if (first + 1) * self._manager.block_size >= request.num_tokens:
+        size = self._manager.block_size
+        first = num_hits // size
+        if (first + 1) * size >= request.num_tokens:
             return False
         other = self.loader.find(request, first)
         if other is not None:
@@ -365,11 +351,12 @@ class KVExchange(NoExchange, AdmissionGate):
                 self._deferred.append(request)
             return True
         now, match = self.clock(), None
-        if any(found.num_tokens for found in matches):
+        if matches:
             used = {load.order.source for load, _ in self._loaded.get(request, ())}
             able = [found for found in matches if found.source not in used]
             match = self.loader.choose(request, num_hits, able, now)
-        if match is None or self._begins_audit(request, match, first):
+        audits = self.connector.audits
+        if match is None or (audits is not None and audits.begins(request, match, first, match.num_tokens // size)):
             self._declined = request, num_hits
             return False
         reserved_blocks += self._manager.count_blocks_to_come(running)
@@ -378,18 +365,14 @@ class KVExchange(NoExchange, AdmissionGate):
         if load is None:
             return False
         self._waits[request] = load
-        self._stats.num_loads_begun += 1
-        self._manager.held.observer.on_match(request, load.order.source, match.num_tokens)
+        self._held.stats.num_loads_begun += 1
+        self._held.observer.on_match(request, load.order.source, match.num_tokens)
         request.await_load()
         return True
 
-    def _begins_audit(self, request: Request, match: ExternalMatch, first: int) -> bool:
-        audits = self.connector.audits
-        return audits is not None and audits.begins(request, match, first, match.num_tokens // self._manager.block_size)
-
     def _may_load(self, request: Request) -> bool:
         """Returns whether a request has not loaded yet, or may load what another source has, and is not audited."""
-        if self.connector.audits is not None and self.connector.audits.positions_of(request):
+        if self.connector.audits is not None and self.connector.audits.find(request) is not None:
             return False
         loaded = self._loaded.get(request)
         if not loaded:
@@ -411,19 +394,18 @@ class KVExchange(NoExchange, AdmissionGate):
         request = load.request
         source = load.order.source.partition(":")[0]
         tier = _TIERS.get(source, source)
-        self._manager.held.has_changed = True
-        for loads in (self._stats.num_loads, self._stats.num_tier_loads.setdefault(tier, {})):
-            loads[outcome] = loads.get(outcome, 0) + 1
+        self._held.has_changed = True
+        add_count(self._held.stats.num_loads, outcome)
+        add_count(self._held.stats.num_tier_loads.setdefault(tier, {}), outcome)
         if not request.is_finished:
             num_tokens = num_blocks * self._manager.block_size
             self._loaded.setdefault(request, []).append((load, num_tokens))
             if num_blocks:
-                by_source, label = request.report.external_by_source, _LABELS.get(source, source)
-                by_source[label] = by_source.get(label, 0) + num_tokens
-        self._manager.held.observer.on_loaded(request, num_blocks * self._manager.block_size, outcome)
+                add_count(request.report.external_by_source, _LABELS.get(source, source), num_tokens)
+        self._held.observer.on_loaded(request, num_blocks * self._manager.block_size, outcome)
         if num_blocks:
             now = self.clock()
-            self._stats.load_seconds.append(now - load.began)
+            self._held.stats.load_seconds.append(now - load.began)
             request.report.load_span = load.began, now
         request.end_load()
         self.loader.starts.note_end(load, self.clock(), may_hold=outcome == "ok" and not request.is_finished)
@@ -470,12 +452,11 @@ class KVExchange(NoExchange, AdmissionGate):
     def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
         self._release(request)
         self.loader.starts.note_started(request)
-        self.connector.request_started(request)
-        self.connector.on_blocks_allocated(request, self._manager.get_tables(request.request_id), 0)
+        self.connector.request_started(request, self._manager.get_tables(request.request_id))
         if not request.skip_reading_prefix_cache and self.connector.may_transfer(request):
             num_queried = request.num_tokens - num_hits + num_external
-            self._stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
-            self._manager.held.has_changed = True
+            self._held.stats.prefix_cache_stats.record(num_queried, num_external, preempted=request.num_preemptions > 0)
+            self._held.has_changed = True
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -483,7 +464,7 @@ class KVExchange(NoExchange, AdmissionGate):
         steps = self._steps
         steps.num_sent += 1
         if output.total_num_scheduled_tokens >= PREFILL_TOKENS * len(output.num_scheduled_tokens) > 0:
-            steps.measure(self.clock())
+            steps.measured.append((steps.num_sent, self.clock()))
         if self.saver.noted is not None:
             self.saver.note_scheduled(steps.num_sent)
         if not steps.is_idle:

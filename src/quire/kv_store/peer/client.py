@@ -125,6 +125,8 @@ class PeerConnection:
     ) -> None:
         """`timeout_s`: time in which the session must have begun; None: CONNECT_S, and SILENCE_S for the answer."""
         self.address = address
+        self.is_cancelled = is_cancelled
+        """Returns whether the thread that uses the session waits no longer. Set anew for each use."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._decoder: msgspec.msgpack.Decoder[PeerAnswer] = msgspec.msgpack.Decoder(PeerAnswer)
         self._next_id = 0
@@ -139,7 +141,7 @@ class PeerConnection:
             raise PeerError("unreachable", f"{address}: {e}") from None
         try:
             left = None if deadline is None else deadline - time.monotonic()
-            welcome = self._greet(key, hello, place if is_private(address) else "", is_cancelled, left)
+            welcome = self._greet(key, hello, place if is_private(address) else "", left)
         except BaseException:
             self.close()
             raise
@@ -148,11 +150,9 @@ class PeerConnection:
         self.takes_records = welcome.takes_records
         """True: records may be put."""
 
-    def _greet(
-        self, key: bytes, hello: Hello, place: str, is_cancelled: Callable[[], bool], timeout_s: float | None
-    ) -> Welcome:
+    def _greet(self, key: bytes, hello: Hello, place: str, timeout_s: float | None) -> Welcome:
         self.send(hello)
-        welcome = self._await(Welcome, timeout_s, is_cancelled)
+        welcome = self._await(Welcome, timeout_s)
         expected = server_tag(key, hello, welcome.nonce, welcome.incarnation, place)
         if welcome.version != PEER_VERSION or not hmac.compare_digest(welcome.tag, expected):
             raise PeerError("refused", f"{self.address} has another key")
@@ -170,19 +170,15 @@ class PeerConnection:
         bitmap = self._await(Bitmap, timeout_s)
         return unpack_bits(bitmap.bits, len(keys))
 
-    def fetch(
-        self, lease: str, keys: Sequence[RecordName], is_cancelled: Callable[[], bool]
-    ) -> Iterator[tuple[memoryview, memoryview]]:
+    def fetch(self, lease: str, keys: Sequence[RecordName]) -> Iterator[tuple[memoryview, memoryview]]:
         """Asks for blocks, and returns their records in order: header with tag, and payload. They are not verified."""
         self._next_id += 1
         self.send(Get(self._next_id, lease, list(keys), CREDIT))
-        return self._take_blocks(self._next_id, len(keys), is_cancelled)
+        return self._take_blocks(self._next_id, len(keys))
 
-    def _take_blocks(
-        self, get_id: int, count: int, is_cancelled: Callable[[], bool]
-    ) -> Iterator[tuple[memoryview, memoryview]]:
+    def _take_blocks(self, get_id: int, count: int) -> Iterator[tuple[memoryview, memoryview]]:
         for index in range(count):
-            answer, frames = self._receive(None, is_cancelled)
+            answer, frames = self._receive()
             failpoint("kv.peer.receive")
             if isinstance(answer, Gone):
                 raise PeerError("gone", f"{self.address} has lost block {index}")
@@ -193,32 +189,32 @@ class PeerConnection:
             if index + CREDIT < count:
                 self.send(Credit(get_id, 1))
 
-    def put(self, records: Iterable[tuple[int, Record]], is_cancelled: Callable[[], bool]) -> Iterator[tuple[int, str]]:
+    def put(self, records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, str]]:
         """Puts numbered records, and returns their outcomes (`Taken`) in order. A record is taken from `records` when
         it can be sent: few are on their way at once."""
         sent: deque[int] = deque()
         for number, (head, payload) in records:
             if len(sent) == PUT_CREDIT:
-                yield self._await_taken(sent.popleft(), is_cancelled)
+                yield self._await_taken(sent.popleft())
             failpoint("kv.peer.put")
             pieces = [payload[i : i + MAX_REQUEST_BYTES] for i in range(0, len(payload), MAX_REQUEST_BYTES)]
             self.send(Put(number), head, *pieces)
             sent.append(number)
         while sent:
-            yield self._await_taken(sent.popleft(), is_cancelled)
+            yield self._await_taken(sent.popleft())
 
-    def drop(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> str:
+    def drop(self, timeout_s: float) -> str:
         """Deletes all records of the session's fingerprint. Returns DROPPED, or why they are not deleted."""
         self.send(Drop(0))
-        return self._await(Taken, timeout_s, is_cancelled).outcome
+        return self._await(Taken, timeout_s).outcome
 
-    def watch(self, cursor: Cursor, is_cancelled: Callable[[], bool]) -> Changes:
+    def watch(self, cursor: Cursor) -> Changes:
         """Returns which blocks of the session's fingerprint were added and removed since a cursor."""
         self.send(Watch(cursor))
-        return self._await(Changes, None, is_cancelled)
+        return self._await(Changes)
 
-    def _await_taken(self, number: int, is_cancelled: Callable[[], bool]) -> tuple[int, str]:
-        taken = self._await(Taken, None, is_cancelled)
+    def _await_taken(self, number: int) -> tuple[int, str]:
+        taken = self._await(Taken)
         if taken.put_id != number:
             raise PeerError("format", f"{self.address} answers for another record than {number}")
         return number, taken.outcome
@@ -232,25 +228,21 @@ class PeerConnection:
         except zmq.ZMQError as e:
             raise PeerError("silent", f"{self.address}: {e}") from None
 
-    def _await(
-        self, kind: type[Answer], timeout_s: float | None = None, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> Answer:
-        answer, _ = self._receive(timeout_s, is_cancelled)
+    def _await(self, kind: type[Answer], timeout_s: float | None = None) -> Answer:
+        answer, _ = self._receive(timeout_s)
         if not isinstance(answer, kind):
             raise PeerError("format", f"{self.address} sent {type(answer).__name__} and not {kind.__name__}")
         return answer
 
-    def _receive(
-        self, timeout_s: float | None, is_cancelled: Callable[[], bool]
-    ) -> tuple[PeerAnswer, list[memoryview]]:
+    def _receive(self, timeout_s: float | None = None) -> tuple[PeerAnswer, list[memoryview]]:
         timeout_s = SILENCE_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._socket.poll(POLL_MS):
-            if is_cancelled():
-                raise PeerError("cancelled", f"{self.address}: cancelled")
+            if self.is_cancelled():
+                break
             if time.monotonic() >= deadline:
                 raise PeerError("silent", f"{self.address} has not answered for {timeout_s:.2f} s")
-        if is_cancelled():
+        if self.is_cancelled():
             raise PeerError("cancelled", f"{self.address}: cancelled")
         first, *frames = self._socket.recv_multipart(copy=False)
         try:
@@ -283,6 +275,10 @@ def _probe(address: str, timeout_s: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
 
 
+def _never() -> bool:
+    return False
+
+
 class PeerClient:
     """The connections of one engine to its peers. Callable from any thread."""
 
@@ -300,11 +296,11 @@ class PeerClient:
         address: str,
         fingerprint: bytes,
         incarnation: str = "",
-        is_cancelled: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = _never,
         timeout_s: float | None = None,
     ) -> Iterator[PeerConnection]:
         """Lends a connection; one that has failed is closed. `incarnation`: the one that the server must have;
-        `timeout_s`: as of a `PeerConnection`. Raises PeerError."""
+        `is_cancelled` ends what it waits for; `timeout_s`: as of a `PeerConnection`. Raises PeerError."""
         with self._lock:
             if self._is_closed:
                 raise PeerError("cancelled", "the engine ends")
@@ -321,6 +317,7 @@ class PeerClient:
                 connection = PeerConnection(self._context, address, self._key, hello, is_cancelled, timeout_s)
             if incarnation and connection.incarnation != incarnation:
                 raise PeerError("stale", f"{address} was started again since it promised the blocks")
+            connection.is_cancelled = is_cancelled
             yield connection
             is_good = True
         finally:
@@ -332,6 +329,7 @@ class PeerClient:
             if connection is not None:
                 idle = self._idle.setdefault((connection.address, fingerprint), [])
                 if is_good and not self._is_closed and len(idle) < MAX_IDLE:
+                    connection.is_cancelled = _never  # the former holds what its transfer holds
                     idle.append(connection)
                 else:
                     connection.close()

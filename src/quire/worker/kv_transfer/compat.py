@@ -35,10 +35,10 @@ from quire.kv_store.connector import (
 from quire.kv_store.objects import decode_object, encode_object
 from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig, KVCacheGroupSpec
-from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, LoadResult, SaveResult, cut_load
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadOrder, cut_load
 from quire.worker.attention.backend import KVCache
 from quire.worker.kv_cache import KVCacheMemory
-from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker
+from quire.worker.kv_transfer.worker import KVConnectorWorker
 
 logger = init_logger(__name__)
 
@@ -55,8 +55,8 @@ go with the next step."""
 class _Step:
     """The step that is being made."""
 
-    number: int
     params: dict[str, Any]
+    """Message of the scheduler half."""
     loads: list[LoadOrder] = field(default_factory=list)
     """Synchronous loads, which end with it."""
     has_failed: bool = False
@@ -76,7 +76,6 @@ class CompatWorker(KVConnectorWorker):
         self._crosses = crosses_processes(config)
         self._unsent: dict[str, list[Any]] = {"sent": [], "received": [], "failed": [], "invalid": []}
         """Ids that are to be reported."""
-        self._arrivals = Arrivals()
 
     def register_kv_caches(self, memory: Any) -> None:
         self._layers, kv_cache_config = self.describe_memory(memory)
@@ -114,17 +113,15 @@ class CompatWorker(KVConnectorWorker):
 
     def start(self, orders: KVConnectorMetadata) -> None:
         for transfer_id in orders.cancels:  # a connector has no way to end a load early
-            if not self._arrivals.has(transfer_id):
-                load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
-                self.report(KVConnectorOutput(loads=[load], saves=[save]))
+            self.answer_if_lost(transfer_id)
         params = orders.params
         if params is None:
             return
         if self._step is not None:  # its forward pass has failed
             self._end(self._step, has_computed=False)
-        step = self._step = _Step(params["step"], params)
+        step = self._step = _Step(params)
         for order in orders.loads:
-            self._arrivals.add(order.load_id)
+            self.arrivals.add(order.load_id)
             if order.load_id in params["sync"]:
                 step.loads.append(order)
         self._begin(step)
@@ -134,9 +131,9 @@ class CompatWorker(KVConnectorWorker):
         assert foreign is not None, "there is a cache before the first step"
         meta = step.params["meta"]
         if self._crosses and meta is not None:
-            meta = ask(self.foreign, None, decode_object, meta)
-        ask(self.foreign, None, foreign.handle_preemptions, meta)
-        ask(self.foreign, None, foreign.bind_connector_metadata, meta)
+            meta = ask(foreign, None, decode_object, meta)
+        ask(foreign, None, foreign.handle_preemptions, meta)
+        ask(foreign, None, foreign.bind_connector_metadata, meta)
         try:
             foreign.start_load_kv(LoadContext(self._layers))
             for name in self._layers if step.loads else ():
@@ -154,13 +151,13 @@ class CompatWorker(KVConnectorWorker):
         foreign = self.foreign
         assert foreign is not None
         for name, layer in self._layers.items() if has_computed else ():
-            ask(self.foreign, None, foreign.save_kv_layer, name, layer, None)
-        ask(self.foreign, None, foreign.wait_for_save)
+            ask(foreign, None, foreign.save_kv_layer, name, layer, None)
+        ask(foreign, None, foreign.wait_for_save)
         none, finished = TransferResults(), set(step.params["finished"])
-        results = ask(self.foreign, none, foreign.get_transfer_results, finished)
-        invalid = ask(self.foreign, set(), foreign.get_block_ids_with_load_errors)
+        results = ask(foreign, none, foreign.get_transfer_results, finished)
+        invalid = ask(foreign, set(), foreign.get_block_ids_with_load_errors)
         message = self._take_message(foreign)
-        ask(self.foreign, None, foreign.clear_connector_metadata)
+        ask(foreign, None, foreign.clear_connector_metadata)
         unsent = self._unsent
         unsent["sent"] += results.finished_sending or ()
         unsent["received"] += results.finished_recving or ()
@@ -169,10 +166,10 @@ class CompatWorker(KVConnectorWorker):
         report = KVConnectorOutput([cut_load(order, invalid, has_failed=step.has_failed) for order in step.loads])
         if message is not None or any(unsent.values()):
             report.info = {name: _take(unsent[name]) for name in ("sent", "invalid", "failed")}
-            is_told = not (unsent["invalid"] or unsent["failed"])  # what is wrong comes no later than the end
-            report.info |= {"received": _take(unsent["received"]) if is_told else [], "message": message}
+            is_whole = not (unsent["invalid"] or unsent["failed"])  # what is wrong comes no later than the end
+            report.info |= {"received": _take(unsent["received"]) if is_whole else [], "message": message}
         if self._crosses:
-            report.step = step.number  # the others report it, too
+            report.step = step.params["step"]  # the others report it, too
             self.report(report)
         elif report:
             self.report(report)
@@ -197,7 +194,7 @@ class CompatWorker(KVConnectorWorker):
         foreign, self.foreign = self.foreign, None
         self._layers, self._step = {}, None
         if foreign is not None:
-            ask(self.foreign, None, foreign.shutdown)
+            ask(foreign, None, foreign.shutdown)
 
 
 def _take(ids: list[Any]) -> list[Any]:

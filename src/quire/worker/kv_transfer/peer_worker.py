@@ -31,14 +31,13 @@ from quire.wire.kv_transfer import (
     LoadResult,
     SaveOrder,
     SaveResult,
-    TransferOutcome,
 )
 from quire.worker.kv_transfer.audit import RemoteAudit
 from quire.worker.kv_transfer.record_worker import RecordWorker
 from quire.worker.kv_transfer.remote_saves import RemoteSave, RemoteSaver
 from quire.worker.kv_transfer.tiers import Answers, ServerWatcher, TierAsker
 from quire.worker.kv_transfer.transfers import PROGRESS_S, Namespace
-from quire.worker.kv_transfer.worker import Report
+from quire.worker.kv_transfer.worker import Report, outcome_of
 
 logger = init_logger(__name__)
 
@@ -52,11 +51,15 @@ MAX_ENDED = 1024
 class _Lease:
     """Blocks of an ended request, held for another engine."""
 
-    def __init__(self, order: SaveOrder, namespace: Namespace, expires: float) -> None:
-        self.order, self.namespace, self.expires = order, namespace, expires
+    def __init__(self, order: SaveOrder, namespace: Namespace, expires: float, owner: LeasedBlocks) -> None:
+        self.order, self.namespace, self.expires, self._owner = order, namespace, expires, owner
         self.blocks: dict[RecordName, tuple[int, BlockKey]] = {
             (block.group_id, block.key.digest): (block.block_id, block.key) for block in order.blocks
         }
+
+    def cancel(self) -> None:
+        """Breaks the lease."""
+        self._owner.end([self.order.lease], "broken")
 
 
 class LeasedBlocks(BlockSource):
@@ -72,15 +75,15 @@ class LeasedBlocks(BlockSource):
         self._lock = threading.Lock()
         self._next_end = float("inf")
 
-    def begin(self, order: SaveOrder, namespace: Namespace | None, now: float) -> Callable[[], None]:
-        """Begins a lease. Returns what breaks it."""
-        if namespace is None:
-            self._report_end(order, "failed", "error")
-            return lambda: None
+    def make_lease(self, order: SaveOrder, namespace: Namespace, now: float) -> _Lease:
+        """Returns a lease that begins with `begin`."""
+        return _Lease(order, namespace, now + self._duration_s, self)
+
+    def begin(self, lease: _Lease) -> None:
+        """Begins a lease, which may end at once."""
         with self._lock:
-            lease = self._leases[order.lease] = _Lease(order, namespace, now + self._duration_s)
+            self._leases[lease.order.lease] = lease
             self._next_end = min(self._next_end, lease.expires)
-        return lambda: self._end([order.lease], "broken")
 
     # -- of the server -----------------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class LeasedBlocks(BlockSource):
                     self._leases[name].expires = max(self._leases[name].expires, now + RENEWED_S)
 
     def release(self, leases: Sequence[str]) -> None:
-        self._end(leases, "released")
+        self.end(leases, "released")
 
     def end_expired(self, now: float) -> float:
         with self._lock:
@@ -120,10 +123,11 @@ class LeasedBlocks(BlockSource):
             expired = [name for name, lease in self._leases.items() if lease.expires <= now]
             rest = [lease.expires for lease in self._leases.values() if lease.expires > now]
             self._next_end = min(rest, default=float("inf"))
-        self._end(expired, "expired")
+        self.end(expired, "expired")
         return self._next_end
 
-    def _end(self, leases: Iterable[str], reason: str) -> None:
+    def end(self, leases: Iterable[str], reason: str) -> None:
+        """Ends leases, and reports it. Callable from any thread."""
         ended = []
         with self._lock:
             for name in leases:
@@ -134,18 +138,8 @@ class LeasedBlocks(BlockSource):
             while len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
         for order in ended:
-            self._report_end(order, "cancelled" if reason == "broken" else "ok", reason)
-
-    def _report_end(self, order: SaveOrder, outcome: TransferOutcome, reason: str) -> None:
-        result = SaveResult(order.save_id, 0, outcome, reason=reason)
-        self._report(KVConnectorOutput(saves=[result]))
-
-
-class _LeaseEnd:
-    """The transfer that a lease is, for a cancel."""
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self.cancel = cancel
+            result = SaveResult(order.save_id, 0, "cancelled" if reason == "broken" else "ok", reason=reason)
+            self._report(KVConnectorOutput(saves=[result]))
 
 
 class PeerLoad:
@@ -186,11 +180,7 @@ class PeerLoad:
         except Exception:
             logger.exception("load %d failed", self.order.load_id)
             reason = "io"
-        outcome: TransferOutcome = "ok"
-        if reason:
-            outcome = "partial" if self._num_verified else "failed"
-        elif self._num_verified < len(self.order.keys):
-            outcome = "cancelled"
+        outcome = outcome_of(self._num_verified, len(self.order.keys), reason)
         seconds = time.monotonic() - start_ts
         result = LoadResult(self.order.load_id, self._num_verified, outcome, self._num_bytes, seconds, reason)
         result.num_records, result.num_accepted = self._num_records, self._num_accepted
@@ -209,9 +199,9 @@ class PeerLoad:
             if block_ids[position]
         ]
         names = [(group, keys[position].digest) for position, group, _ in wanted]
-        is_cancelled, (address, incarnation) = self._is_cancelled.is_set, params["peers"][self._rank]
-        with self._client.connect(address, namespace.fingerprint, incarnation, is_cancelled) as peer:
-            records = peer.fetch(params.get("lease", ""), names, is_cancelled)
+        address, incarnation = params["peers"][self._rank]
+        with self._client.connect(address, namespace.fingerprint, incarnation, self._is_cancelled.is_set) as peer:
+            records = peer.fetch(params.get("lease", ""), names)
             places = zip(wanted, [position for position, *_ in wanted[1:]] + [len(keys)], strict=True)
             for ((position, group, block_id), following), (head, stored) in zip(places, records, strict=True):
                 self._num_records += 1
@@ -303,12 +293,8 @@ class PeerWorker(RecordWorker):
         self.saver: RemoteSaver | None = None
         """None: no block server is given records."""
         if extra["tiers"] and extra["saves"]:
-            self.saver = RemoteSaver(
-                self._client, extra["tiers"][0], copied, partial(self._tell, "store_state"), partial(self._tell, "puts")
-            )
-        self._watcher: ServerWatcher | None = None
-        """Thread that follows the first block server, for KV cache events."""
-        self._watch_lock = threading.Lock()
+            report_state, report_counts = (partial(self._send_info, name) for name in ("store_state", "puts"))
+            self.saver = RemoteSaver(self._client, extra["tiers"][0], copied, report_state, report_counts)
         self._keeper = _Tasks("kv-peer-keep", every=self._renew)
 
     def start(self, orders: KVConnectorMetadata) -> None:
@@ -320,14 +306,7 @@ class PeerWorker(RecordWorker):
             self.begin(load.load_id, task)
             self._loads.put(task.run)
         for save in orders.saves:
-            if save.lease:
-                self._begin_lease(save, namespace)
-            elif save.audit is not None:
-                audit = RemoteAudit(save, self.rank, namespace, self._client, self._mac, self.end)
-                self.begin(save.save_id, audit)
-                self._loads.put(audit.run)
-            else:
-                self._begin_save(save, namespace)
+            self._begin_save(save, namespace)
         params = orders.params or {}
         for request_id, keys in params.get("ask", {}).items():
             fingerprint = None if namespace is None else namespace.fingerprint
@@ -343,44 +322,36 @@ class PeerWorker(RecordWorker):
         namespace = self.namespace
         return None if namespace is None else namespace.fingerprint
 
-    def _begin_lease(self, order: SaveOrder, namespace: Namespace | None) -> None:
-        end = _LeaseEnd(lambda: None)
-        self.begin(order.save_id, end)
-        end.cancel = self._leases.begin(order, namespace, time.monotonic())
-        if self._server is not None:
-            self._server.wake()
-
     def _begin_save(self, order: SaveOrder, namespace: Namespace | None) -> None:
-        if self.saver is None or namespace is None:
-            self.begin(order.save_id, _LeaseEnd(lambda: None))
-            self.end(KVConnectorOutput(saves=[SaveResult(order.save_id, 0, "failed", reason="error")]))
-            return
-        save = RemoteSave(order, namespace, self._mac, self.end)
-        self.begin(order.save_id, save)
-        self.saver.put(save)
+        if order.audit is not None:
+            audit = RemoteAudit(order, self.rank, namespace, self._client, self._mac, self.end)
+            self.begin(order.save_id, audit)
+            self._loads.put(audit.run)
+        elif namespace is not None and order.lease:
+            lease = self._leases.make_lease(order, namespace, time.monotonic())
+            self.begin(order.save_id, lease)
+            self._leases.begin(lease)
+            if self._server is not None:
+                self._server.wake()
+        elif namespace is not None and self.saver is not None:
+            save = RemoteSave(order, namespace, self._mac, self.end)
+            self.begin(order.save_id, save)
+            self.saver.put(save)
+        else:
+            self.arrivals.add(order.save_id)
+            self._report(KVConnectorOutput(saves=[SaveResult(order.save_id, 0, "failed", reason="error")]))
 
-    def _tell(self, name: str, value: Any) -> None:
+    def _send_info(self, name: str, value: Any) -> None:
         self._report(KVConnectorOutput(info={name: value}))
 
     def watch(self, fingerprint: bytes, generation: int) -> None:
         if self.saver is not None:
             self.saver.begin(fingerprint)
-        extra = self.config.kv_transfer_config.kv_connector_extra_config
-        with self._watch_lock:
-            self._stop_watching(time.monotonic())
-            if extra.get("publish_store") and not self.is_closed.is_set():
-                report = partial(self._report_changes, generation)
-                self._watcher = ServerWatcher(self._client, extra["tiers"][0], fingerprint, report)
+        super().watch(fingerprint, generation)
 
-    def _report_changes(
-        self, generation: int, added: Sequence[RecordName], removed: Sequence[RecordName], is_new: bool
-    ) -> None:
-        self._report(KVConnectorOutput(info={"watched": [added, removed, is_new], "generation": generation}))
-
-    def _stop_watching(self, deadline: float) -> bool:
-        """Returns False if the thread hangs."""
-        watcher, self._watcher = self._watcher, None
-        return watcher is None or watcher.stop(deadline)
+    def make_watcher(self, fingerprint: bytes, report: Callable[..., None]) -> ServerWatcher:
+        tiers = self.config.kv_transfer_config.kv_connector_extra_config["tiers"]
+        return ServerWatcher(self._client, tiers[0], fingerprint, report)
 
     def describe(self) -> dict[str, Any]:
         if self._server is None:
@@ -394,8 +365,6 @@ class PeerWorker(RecordWorker):
     def stop_threads(self) -> bool:
         deadline = time.monotonic() + END_S
         num_hung = sum(not threads.stop(deadline) for threads in (self._loads, self._tiers, self._keeper))
-        with self._watch_lock:
-            num_hung += not self._stop_watching(deadline)
         if self.saver is not None:
             num_hung += not self.saver.stop(deadline)
         if self._server is not None:
@@ -406,7 +375,7 @@ class PeerWorker(RecordWorker):
     # -- what servers have, and leases elsewhere ---------------------------------------------------------------
 
     def _report_tiers(self, request_id: str, answers: Answers) -> None:
-        self._report(KVConnectorOutput(info={"have": {request_id: answers}}))
+        self._send_info("have", {request_id: answers})
 
     def _drop_records(self, number: int) -> None:
         """Orders the block servers to drop the records of this namespace, and reports the outcomes."""
@@ -415,7 +384,7 @@ class PeerWorker(RecordWorker):
         self._tiers.drop(
             None if namespace is None else namespace.fingerprint,
             prepare,
-            lambda outcomes: self._tell("dropped", [number, outcomes]),
+            lambda outcomes: self._send_info("dropped", [number, outcomes]),
         )
 
     def _release(self, lease: str) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +24,10 @@ from quire.config.model import resolve_dtype_name
 from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.fingerprint import ChangedFileError, FileDigests, HashingStoppedError, make_fingerprint
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorOutput, LoadResult, SaveResult
+from quire.wire.kv_transfer import KVConnectorOutput
 from quire.worker.kv_cache import KVCacheMemory
 from quire.worker.kv_transfer.transfers import BlockBytes, Namespace
-from quire.worker.kv_transfer.worker import Arrivals, KVConnectorWorker, Report
+from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 
 logger = init_logger(__name__)
 
@@ -35,6 +36,13 @@ LOW_PRIORITY = 10
 KNOWN_S, HASHING_S = 10.0, 0.5
 """Longest wait for a namespace, so that the first request finds blocks: where all weights were hashed before, and where
 files have to be read."""
+
+
+class Watcher(Protocol):
+    """A thread that follows which blocks a store holds, and reports the changes."""
+
+    def stop(self) -> bool:
+        """Ends it. Returns False if it hangs."""
 
 
 class Transfer(Protocol):
@@ -67,9 +75,11 @@ class RecordWorker(KVConnectorWorker):
         """Number of times that the weights were replaced."""
         self._blocks: BlockBytes | None = None
         self._memory: KVCacheMemory | None = None
-        self._arrivals = Arrivals()
         self.is_closed = threading.Event()
         self._hasher: threading.Thread | None = None
+        self._watcher: Watcher | None = None
+        """Follows the store, for KV cache events."""
+        self._watch_lock = threading.Lock()
 
     @property
     def report(self) -> Report:  # a property: a callback that is registered gets a namespace that is known already
@@ -116,7 +126,8 @@ class RecordWorker(KVConnectorWorker):
         self.end_all()
         if self._hasher is not None:
             self._hasher.join()
-        if self.stop_threads():
+        has_watched = self._stop_watching()
+        if self.stop_threads() and has_watched:
             self.directory.close()  # a thread that hangs in a system call keeps it
 
     @abstractmethod
@@ -131,15 +142,32 @@ class RecordWorker(KVConnectorWorker):
         """Returns what the scheduler half needs to know besides the namespace."""
         return {}
 
+    @abstractmethod
+    def make_watcher(self, fingerprint: bytes, report: Callable[..., None]) -> Watcher:
+        """Returns a watcher of a namespace. `report` takes changes: the parameters of `StoredBlocks.update`."""
+
     def watch(self, fingerprint: bytes, generation: int) -> None:
         """Follows a namespace from now on, on any thread, and reports all of it. Ends what was followed before."""
-        return
+        if not self.config.kv_transfer_config.kv_connector_extra_config.get("publish_store"):
+            return
+        with self._watch_lock:
+            self._stop_watching()
+            if not self.is_closed.is_set():
+                self._watcher = self.make_watcher(fingerprint, partial(self._report_changes, generation))
+
+    def _report_changes(self, generation: int, *changes: Any) -> None:
+        self._report(KVConnectorOutput(info={"watched": list(changes), "generation": generation}))
+
+    def _stop_watching(self) -> bool:
+        """Returns False if the watcher hangs."""
+        watcher, self._watcher = self._watcher, None
+        return watcher is None or watcher.stop()
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
     def begin(self, transfer_id: int, task: Transfer) -> None:
         """Notes an order that has arrived."""
-        self._arrivals.add(transfer_id)
+        self.arrivals.add(transfer_id)
         self.transfers[transfer_id] = task
 
     def cancel(self, transfer_id: int) -> None:
@@ -147,10 +175,8 @@ class RecordWorker(KVConnectorWorker):
         task = self.transfers.get(transfer_id)
         if task is not None:
             task.cancel()
-        elif not self._arrivals.has(transfer_id):
-            # which of the two it would have been is not known here: the engine looks for its id in both
-            load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
-            self._report(KVConnectorOutput(loads=[load], saves=[save]))
+        else:
+            self.answer_if_lost(transfer_id)
 
     def end(self, output: KVConnectorOutput) -> None:
         """Takes the report of a transfer, on its thread."""

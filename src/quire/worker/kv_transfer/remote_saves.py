@@ -35,11 +35,10 @@ from quire.wire.kv_transfer import (
     KVConnectorOutput,
     SaveOrder,
     SaveResult,
-    TransferOutcome,
 )
 from quire.worker.kv_transfer.record_worker import lower_priority
 from quire.worker.kv_transfer.transfers import LATE_S, PROGRESS_S, Namespace
-from quire.worker.kv_transfer.worker import Report
+from quire.worker.kv_transfer.worker import Report, outcome_of
 
 logger = init_logger(__name__)
 
@@ -90,10 +89,8 @@ class RemoteSave(Batch):
     def end(self, outcomes: Sequence[str]) -> None:
         num_saved = next((i for i, outcome in enumerate(outcomes) if outcome not in DONE), len(outcomes))
         reason = outcomes[num_saved] if num_saved < len(outcomes) else ""
-        outcome: TransferOutcome = "cancelled" if reason == "pins" else "partial" if reason else "ok"
-        if outcome == "partial" and not num_saved:
-            outcome = "failed"
         named = {"": "", "pins": "", "full": "full", "rate": "rate", AWAY: AWAY}.get(reason, "error")
+        outcome = outcome_of(num_saved, len(outcomes), named)
         result = SaveResult(self.order.save_id, num_saved, outcome, reason=named)
         result.num_present = sum(outcome == "present" for outcome in outcomes[:num_saved])
         result.num_bytes = sum(
@@ -230,36 +227,30 @@ class RemoteSaver:
     def _run(self) -> None:
         if self._directory is not None:
             lower_priority()  # no block is pinned meanwhile
-        while (batch := self._await_batch()) is not None:
-            if batch:
-                self._put(*batch)
-            else:
-                self._try()
+        while (task := self._await_task()) is not None:
+            task()
             with self._lock:
                 self._batch = None
                 self._lock.notify_all()
             self._send_counts()
-            del batch  # it holds the memory of the KV cache, which may be released now
+            del task  # it holds the memory of the KV cache, which may be released now
 
-    def _await_batch(self) -> tuple[Batch, ...] | None:
-        """Returns the next batch; nothing: the server is to be tried; None: the engine ends."""
+    def _await_task(self) -> Callable[[], None] | None:
+        """Returns what is to be done next: a batch is put, or the server is tried. None: the engine ends."""
         with self._lock:
             while True:
                 is_awaited = bool(self._saves or (self._copies and self._state != "away"))
                 if self._is_over() or (self._stop_at is not None and not is_awaited):
                     return None
-                left = (
-                    self._rests.seconds_left(self._address, time.monotonic())
-                    if self._state in ("away", "closed")
-                    else None
-                )
+                is_open = self._state in ("open", None)
+                left = None if is_open else self._rests.seconds_left(self._address, time.monotonic())
                 if self._fingerprint is not None and (self._state is None or left == 0.0):
-                    return ()
+                    return self._try
                 if self._saves:
-                    return (self._saves.popleft(),)
+                    return partial(self._put, self._saves.popleft())
                 if is_awaited and self._directory is not None:
                     self._batch = self._take_copies(self._directory)
-                    return (self._batch,)
+                    return partial(self._put, self._batch)
                 self._lock.wait(left)
 
     def _take_copies(self, directory: StoreDirectory) -> _Copies:
@@ -348,7 +339,7 @@ class RemoteSaver:
             for index in _find_present(peer, batch, wanted):
                 outcomes[index] = "present"
             records = self._read(batch, [i for i in wanted if not outcomes[i]], outcomes)
-            for index, outcome in peer.put(records, is_cancelled):
+            for index, outcome in peer.put(records):
                 outcomes[index] = outcome if outcome in REMOTE_SAVE_OUTCOMES else "error"
             self._rests.note_good(self._address)
         if "stored" in outcomes:

@@ -22,8 +22,7 @@ from quire.kv_store.index import StoreScanner
 from quire.kv_store.record import RecordMac
 from quire.kv_store.watch import StoreWatcher
 from quire.logger import init_logger
-from quire.wire.kv_peers import RecordName
-from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
+from quire.wire.kv_transfer import KVConnectorMetadata, SaveOrder
 from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
 from quire.worker.kv_transfer.transfers import Load, Namespace, Save, Written
@@ -39,9 +38,6 @@ class StoreWorker(RecordWorker):
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
         extra = config.kv_transfer_config.kv_connector_extra_config
-        self._scanner: StoreScanner | None = None
-        """Thread that follows the directory, for KV cache events."""
-        self._watch_lock = threading.Lock()
         directory = StoreDirectory.open(Path(extra["path"]).expanduser(), extra["max_bytes"])
         super().__init__(config, rank, directory)
         self._mac = RecordMac(directory.key)
@@ -64,22 +60,8 @@ class StoreWorker(RecordWorker):
         if orders.params and orders.params.get("reset") and self.namespace is not None:
             self._io.saves.put(self.namespace)
 
-    def watch(self, fingerprint: bytes, generation: int) -> None:
-        if not self.config.kv_transfer_config.kv_connector_extra_config.get("publish_store"):
-            return
-        with self._watch_lock:
-            self._stop_watching()
-            if not self.is_closed.is_set():
-                report = partial(self._report_changes, generation)
-                self._scanner = StoreScanner(StoreWatcher(self.directory, fingerprint, report))
-
-    def _report_changes(self, generation: int, added: list[RecordName], removed: list[RecordName]) -> None:
-        self._report(KVConnectorOutput(info={"watched": [added, removed], "generation": generation}))
-
-    def _stop_watching(self) -> None:
-        scanner, self._scanner = self._scanner, None
-        if scanner is not None:
-            scanner.stop()
+    def make_watcher(self, fingerprint: bytes, report: Callable[..., None]) -> StoreScanner:
+        return StoreScanner(StoreWatcher(self.directory, fingerprint, report))
 
     def _make_save(self, order: SaveOrder) -> Save | Audit:
         if order.audit is None:
@@ -93,7 +75,6 @@ class StoreWorker(RecordWorker):
                 task.cancel()
 
     def stop_threads(self) -> bool:
-        self._stop_watching()
         return self._io.stop(END_S)
 
 

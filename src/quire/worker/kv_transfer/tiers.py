@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Generic, TypeVar
 
 from quire.kv_store.peer.client import PeerClient, PeerError, retry_stale
 from quire.kv_store.rests import Rests
@@ -26,6 +27,7 @@ ASK_S = 0.25
 
 WATCH_S = 1.0
 """Time between two questions for changes."""
+END_S = 1.0
 FORGET_S = 30.0
 """Time without an answer after which a server is taken to hold nothing."""
 Answers = dict[str, bytes]
@@ -36,44 +38,32 @@ Watched = Callable[[Sequence[RecordName], Sequence[RecordName], bool], None]
 """Takes blocks that a server holds from now on, and that it does not hold any more; True: also none of those before."""
 
 
-class _DropOrder:
-    """An order to all servers to drop a namespace. It ends once: when all have answered, or their time is over."""
-
-    def __init__(self, fingerprint: bytes, num_servers: int, report: Callable[[dict[str, str]], None]) -> None:
-        self.fingerprint = fingerprint
-        self.deadline = time.monotonic() + DROP_S
-        self._outcomes: dict[str, str] = {}
-        self._num_servers, self._report = num_servers, report
-        self._lock = threading.Lock()
-
-    def answer(self, address: str, outcome: str) -> None:
-        """Notes the outcome at a server, and reports those of all with the last."""
-        with self._lock:
-            self._outcomes[address] = outcome
-            is_whole = len(self._outcomes) == self._num_servers
-        if is_whole:
-            self._report(self._outcomes)
+Answer = TypeVar("Answer")
 
 
-class _Question:
-    """A question to all servers. It is answered once: when all have answered, or its time is over."""
+class _Question(Generic[Answer]):
+    """A question to all servers. The answers are reported once: when all have answered, or its time is over."""
 
     def __init__(
-        self, keys: Sequence[RecordName], fingerprint: bytes, num_servers: int, report: Callable[[Answers], None]
+        self,
+        fingerprint: bytes,
+        num_servers: int,
+        report: Callable[[dict[str, Answer]], None],
+        keys: Sequence[RecordName] = (),
     ) -> None:
-        self.keys, self.fingerprint = keys, fingerprint
+        self.fingerprint, self.keys = fingerprint, keys
         self.began = time.monotonic()
         self.is_answered = threading.Event()
-        self._answers: Answers = {}
+        self._answers: dict[str, Answer] = {}
         self._num_left, self._report = num_servers, report
         self._lock = threading.Lock()
 
-    def answer(self, address: str, bits: bytes | None) -> None:
+    def answer(self, address: str, answer: Answer | None) -> None:
         """Notes the answer of a server; None: it has none."""
         with self._lock:
             self._num_left -= 1
-            if bits is not None:
-                self._answers[address] = bits
+            if answer is not None:
+                self._answers[address] = answer
             if self._num_left:
                 return
         self.end()
@@ -102,18 +92,19 @@ class _Server:
         """The last one that was asked about."""
         self._lock = threading.Lock()
         self._is_stopped = threading.Event()
-        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[_Question[bytes] | None] = queue.SimpleQueue()
+        """None makes the thread look at what has changed."""
         self._thread = threading.Thread(target=self._run, name="kv-tier-ask", daemon=True)
         self._thread.start()
 
-    def ask(self, question: _Question) -> None:
+    def ask(self, question: _Question[bytes]) -> None:
         """Passes a question on. A dead server has no blocks."""
         if self._is_dead:
             question.answer(self.address, None)
         else:
             self._questions.put(question)
 
-    def note_late(self, question: _Question) -> None:
+    def note_late(self, question: _Question[bytes]) -> None:
         """Notes that a question has ended. Without any answer since it began the server is dead."""
         if not self._is_dead and self._answered_ts < question.began:
             self._note_fault(f"it has not answered for {ASK_S:.2f} s")
@@ -125,7 +116,7 @@ class _Server:
         self._thread.join(max(0.1, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
-    def drop(self, order: _DropOrder) -> None:
+    def drop(self, order: _Question[str]) -> None:
         """Orders the server to drop records, and notes the outcome, on a thread of the order's own."""
         try:
             outcome = retry_stale(partial(self._drop_once, order))
@@ -136,13 +127,13 @@ class _Server:
             outcome = "an error of this engine"
         order.answer(self.address, outcome)
 
-    def _drop_once(self, order: _DropOrder) -> str:
+    def _drop_once(self, order: _Question[str]) -> str:
         """Returns DROPPED, or why nothing is dropped. Raises PeerError."""
-        is_cancelled, left = self._is_stopped.is_set, order.deadline - time.monotonic()
-        with self._client.connect(self.address, order.fingerprint, is_cancelled=is_cancelled, timeout_s=left) as peer:
+        is_stopped, left = self._is_stopped.is_set, order.began + DROP_S - time.monotonic()
+        with self._client.connect(self.address, order.fingerprint, is_cancelled=is_stopped, timeout_s=left) as peer:
             if not peer.takes_records:
                 return "it is served without --allow-writes"
-            outcome = peer.drop(order.deadline - time.monotonic(), is_cancelled)
+            outcome = peer.drop(order.began + DROP_S - time.monotonic())
         return outcome if outcome == DROPPED else f"its disk fails ({outcome})"
 
     def _note_fault(self, why: object) -> None:
@@ -150,7 +141,7 @@ class _Server:
             is_first, self._is_dead = not self._is_dead, True
             seconds = self._rests.note_fault(self.address, time.monotonic())
         if is_first:
-            self._questions.put(_WAKE)  # the thread sleeps until the next question
+            self._questions.put(None)  # the thread sleeps until the next question
             logger.warning("the block server %s is not asked for %.0f s: %s", self.address, seconds, why)
 
     def _run(self) -> None:
@@ -162,10 +153,10 @@ class _Server:
             except queue.Empty:
                 self._revive()
                 continue
-            if question is not None and question is not _WAKE:
+            if question is not None:
                 self._answer(question)
 
-    def _answer(self, question: _Question) -> None:
+    def _answer(self, question: _Question[bytes]) -> None:
         bits = None
         if not self._is_dead and not question.is_answered.is_set():
             self._fingerprint = question.fingerprint
@@ -182,9 +173,7 @@ class _Server:
     def _have(self, keys: Sequence[RecordName], deadline: float) -> list[bool]:
         """Raises PeerError."""
         left = deadline - time.monotonic()
-        with self._client.connect(
-            self.address, self._fingerprint, is_cancelled=self._is_stopped.is_set, timeout_s=left
-        ) as peer:
+        with self._client.connect(self.address, self._fingerprint, timeout_s=left) as peer:
             return peer.have(keys, deadline - time.monotonic())
 
     def _revive(self) -> None:
@@ -202,16 +191,12 @@ class _Server:
             logger.info("the block server %s answers again", self.address)
 
 
-_WAKE = _Question([], b"", 1, lambda answers: None)
-"""Stands for no question: makes a thread look at its server's rest."""
-
-
 class TierAsker:
     """Asks all block servers of an engine."""
 
     def __init__(self, client: PeerClient, addresses: Sequence[str]) -> None:
         self._servers = [_Server(address, client) for address in addresses]
-        self._open: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._open: queue.SimpleQueue[_Question[bytes] | None] = queue.SimpleQueue()
         """Questions in the order of their ends."""
         self._collector: threading.Thread | None = None
         if addresses:
@@ -223,7 +208,7 @@ class TierAsker:
         if fingerprint is None or not self._servers:
             report({})
             return
-        question = _Question(keys, fingerprint, len(self._servers), report)
+        question = _Question(fingerprint, len(self._servers), report, keys)
         self._open.put(question)
         for server in self._servers:
             server.ask(question)
@@ -236,10 +221,10 @@ class TierAsker:
         if fingerprint is None:
             report({server.address: "the namespace is not known yet" for server in self._servers})
             return
-        order = _DropOrder(fingerprint, len(self._servers), report)
+        order = _Question(fingerprint, len(self._servers), report)
 
         def run(server: _Server) -> None:
-            prepare(order.deadline)
+            prepare(order.began + DROP_S)
             server.drop(order)
 
         for server in self._servers:
@@ -275,10 +260,10 @@ class ServerWatcher:
         self._thread = threading.Thread(target=self._run, name="kv-tier-watch", daemon=True)
         self._thread.start()
 
-    def stop(self, deadline: float) -> bool:
+    def stop(self) -> bool:
         """Ends the thread. Returns False if it hangs."""
         self._is_stopped.set()
-        self._thread.join(max(0.1, deadline - time.monotonic()))
+        self._thread.join(END_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -291,9 +276,8 @@ class ServerWatcher:
 
     def _ask(self) -> bool:
         """Asks for changes and reports them. Returns whether there are more already. Raises PeerError."""
-        is_stopped = self._is_stopped.is_set
-        with self._client.connect(self._address, self._fingerprint, is_cancelled=is_stopped) as peer:
-            changes = peer.watch(self._cursor, is_stopped)
+        with self._client.connect(self._address, self._fingerprint, is_cancelled=self._is_stopped.is_set) as peer:
+            changes = peer.watch(self._cursor)
         self._rests.note_good(self._address)
         self._answered_ts = time.monotonic()
         is_new = changes.is_new and self._cursor != NO_CURSOR

@@ -25,11 +25,10 @@ from quire.wire.kv_transfer import (
     SavedBlock,
     SaveOrder,
     SaveResult,
-    TransferOutcome,
 )
 from quire.worker.kernels.packs import commit_memory
 from quire.worker.kv_cache import KVCacheMemory
-from quire.worker.kv_transfer.worker import Report
+from quire.worker.kv_transfer.worker import Report, outcome_of
 
 logger = init_logger(__name__)
 
@@ -106,14 +105,13 @@ class BlockBytes:
     def copy_in(self, group: int, block_id: int, payload: memoryview) -> None:
         """Sets the bytes of one block of a group: keys and values of each layer in order."""
         start = 0
-        for part in self._parts[group]:
-            part[block_id] = np.frombuffer(payload, np.uint8, part.shape[1], start)
-            start += part.shape[1]
+        for piece in self.pieces(group, block_id):
+            piece[:] = payload[start : start + len(piece)]
+            start += len(piece)
 
     def copy_out(self, group: int, block_id: int) -> memoryview:
         """Returns a copy of the bytes of one block of a group. A stage without layers of the group has none."""
-        parts = [part[block_id] for part in self._parts[group]]
-        return np.concatenate(parts).data if parts else memoryview(b"")
+        return memoryview(b"".join(self.pieces(group, block_id)))
 
     def compress(self, group: int, payload: memoryview) -> bytes | None:
         """Returns a block's bytes, compressed; None: they do not become less."""
@@ -292,11 +290,7 @@ class Load:
         self._is_reported = True
         self._reader.close()
         num_verified, reason = positions.num_verified, positions.reason
-        outcome: TransferOutcome = "ok"
-        if reason:
-            outcome = "partial" if num_verified else "failed"
-        elif num_verified < len(self.order.keys):
-            outcome = "cancelled"
+        outcome = outcome_of(num_verified, len(self.order.keys), reason)
         seconds = time.monotonic() - self._start_ts if self._start_ts else 0.0
         result = LoadResult(self.order.load_id, num_verified, outcome, self._num_bytes, seconds, reason)
         result.num_records, result.num_accepted = self._reader.num_records, self._num_accepted
@@ -360,10 +354,6 @@ class Save:
 
     def _report_end(self, reason: str) -> None:
         num_saved = self._num_saved
-        outcome: TransferOutcome = "ok"
-        if reason:
-            outcome = "partial" if num_saved else "failed"
-        elif num_saved < len(self.order.blocks):
-            outcome = "cancelled"
+        outcome = outcome_of(num_saved, len(self.order.blocks), reason)
         result = SaveResult(self.order.save_id, num_saved, outcome, self._num_bytes, self._seconds, reason)
         self._report(KVConnectorOutput(saves=[result]))

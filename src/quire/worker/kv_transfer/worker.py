@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, LoadResult, SaveResult, TransferOutcome
 
 Report = Callable[[KVConnectorOutput], None]
 """Takes reports, on any thread, and returns at once."""
@@ -26,6 +26,8 @@ class KVConnectorWorker(ABC):
         self.rank = rank
         self.report: Report = lambda output: None
         """Set before the first `start`."""
+        self.arrivals = Arrivals()
+        """Orders that have arrived. The parts of a worker half share them."""
 
     @abstractmethod
     def register_kv_caches(self, memory: Any) -> None:
@@ -53,9 +55,25 @@ class KVConnectorWorker(ABC):
         scheduler half is not called."""
         return
 
+    def answer_if_lost(self, transfer_id: int) -> bool:
+        """Answers the cancel of an order that has not arrived. Returns whether it has not."""
+        is_lost = not self.arrivals.has(transfer_id)
+        if is_lost:
+            # which of the two it would have been is not known here: the engine looks for its id in both
+            load, save = LoadResult(transfer_id, 0, "unknown"), SaveResult(transfer_id, 0, "unknown")
+            self.report(KVConnectorOutput(loads=[load], saves=[save]))
+        return is_lost
+
     @abstractmethod
     def close(self) -> None:
         """Ends all transfers, without reports, and releases everything. May be called twice."""
+
+
+def outcome_of(num_done: int, num_ordered: int, reason: str) -> TransferOutcome:
+    """Returns the outcome of a transfer; `reason`: of the error that has ended it, or ""."""
+    if reason:
+        return "partial" if num_done else "failed"
+    return "ok" if num_done == num_ordered else "cancelled"
 
 
 class Arrivals:

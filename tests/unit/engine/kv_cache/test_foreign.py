@@ -15,6 +15,7 @@ from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -367,6 +368,15 @@ def test_errors_of_a_connector_cost_the_load(saved: Path, monkeypatch: pytest.Mo
             engine = run(settle(DISK, "DiskConnector", shared_storage_path=str(saved)))
         assert engine.num_external == {"a": 0 if name == "start_load_kv" else 16}
         assert engine.held() == {}
+
+
+def test_an_error_at_the_end_names_the_connector(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = run(settle(DISK, "DiskConnector", shared_storage_path=str(saved)))
+    monkeypatch.setattr(engine.worker_half, "shutdown", Mock(side_effect=OSError, __name__="shutdown"))
+    engine.core.shutdown()
+    assert "DiskConnector.shutdown failed" in caplog.text
 
 
 def test_a_step_that_fails_ends_its_loads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,17 +121,17 @@ def test_late_is_twice_the_prediction_and_a_bit() -> None:
 def test_a_source_that_stalls_rests_longer_each_time() -> None:
     cost, now, rests = make_cost(1e9), 0.0, []
     for _ in range(6):
-        cost.note_stall("disk", now)
-        cost.note_stall("disk", now + 1.0)  # at the same time: the same stall
+        cost.rests.note_fault("disk", now)
+        cost.rests.note_fault("disk", now + 1.0)  # at the same time: the same stall
         start = now
         while not cost.should_load("disk", 0, 1024, 0, now):
             now += 1.0
         rests.append(now - start)
     assert rests == [REST_S, 2 * REST_S, 4 * REST_S, 8 * REST_S, MAX_REST_S, MAX_REST_S]
-    cost.note_good("disk")
-    cost.note_stall("disk", now)
-    assert cost.is_resting("disk", now + REST_S - 0.1)
-    assert not cost.is_resting("disk", now + REST_S)
+    cost.rests.note_good("disk", ends_rest=False)
+    cost.rests.note_fault("disk", now)
+    assert cost.rests.is_resting("disk", now + REST_S - 0.1)
+    assert not cost.rests.is_resting("disk", now + REST_S)
 
 
 def test_a_source_that_is_not_worth_its_loads_is_measured_again() -> None:

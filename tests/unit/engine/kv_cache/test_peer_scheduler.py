@@ -12,7 +12,7 @@ import pytest
 
 from quire.config.engine_args import EngineArgs
 from quire.engine.kv_cache.changes import Change, TierBlocks
-from quire.engine.kv_cache.connector import NO_MATCH, ExternalMatch
+from quire.engine.kv_cache.connector import ExternalMatch
 from quire.engine.kv_cache.hashing import make_block_hasher, stored_hashes
 from quire.engine.kv_cache.peer_scheduler import PeerScheduler
 from quire.engine.kv_cache.store_and_peers import StoreAndPeersScheduler
@@ -73,7 +73,10 @@ class Half:
         return request
 
     def match(self, request: Request, start: int = 0) -> ExternalMatch | None:
-        return self.half.get_num_new_matched_tokens(request, start)
+        """The longest match; None: there is none."""
+        matches = self.half.find_matches(request, start)
+        assert matches is not None
+        return max(matches, key=lambda match: match.num_tokens, default=None)
 
 
 def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_starts() -> None:
@@ -83,21 +86,21 @@ def test_what_a_peer_holds_is_matched_and_its_lease_kept_until_the_request_start
     load = {"peers": [(ADDRESS, "i")], "lease": "lease"}
     assert half.match(request) == ExternalMatch(28, f"p2p:{ADDRESS}", load)
     assert half.match(request, 8) == ExternalMatch(20, f"p2p:{ADDRESS}", load)
-    assert half.match(request, 28) == NO_MATCH
-    half.half.request_started(request)
+    assert half.match(request, 28) is None
+    half.half.request_started(request, ([],))
     assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
     assert half.half.build_connector_meta(SchedulerOutput()) is None
-    assert half.match(request) == NO_MATCH, "preempted: the lease is over"
+    assert half.match(request) is None, "preempted: the lease is over"
     half.half.request_finished(request)
     assert half.half.build_connector_meta(SchedulerOutput()) is None
 
 
-@pytest.mark.parametrize("name", ["request_started", "request_finished"])
-def test_a_lease_is_released_however_the_request_goes_on(name: str) -> None:
+@pytest.mark.parametrize(("name", "tables"), [("request_started", [([],)]), ("request_finished", [])])
+def test_a_lease_is_released_however_the_request_goes_on(name: str, tables: list[Any]) -> None:
     half = Half()
     request = half.add(OFFER)
     half.half.build_connector_meta(SchedulerOutput())
-    getattr(half.half, name)(request)
+    getattr(half.half, name)(request, *tables)
     assert half.half.build_connector_meta(SchedulerOutput()) == {"release": ["lease"]}
 
 
@@ -117,7 +120,7 @@ def test_a_lease_is_released_however_the_request_goes_on(name: str) -> None:
 )
 def test_an_offer_that_cannot_be_used_is_none(change: dict[str, Any]) -> None:
     half = Half()
-    assert half.match(half.add(OFFER | change)) == NO_MATCH
+    assert half.match(half.add(OFFER | change)) is None
 
 
 def test_more_than_the_prompt_is_not_taken() -> None:
@@ -129,23 +132,23 @@ def test_more_than_the_prompt_is_not_taken() -> None:
 
 def test_who_takes_nothing() -> None:
     half = Half(role="kv_producer")
-    assert half.match(half.add(OFFER)) == NO_MATCH
+    assert half.match(half.add(OFFER)) is None
     half = Half()
-    assert half.match(half.add(OFFER, lora_request=LoRARequest("l", 1, "/l"))) == NO_MATCH
+    assert half.match(half.add(OFFER, lora_request=LoRARequest("l", 1, "/l"))) is None
     half.half.set_weights("other")
-    assert half.match(half.add(OFFER)) == NO_MATCH, "the namespace is not known"
+    assert half.match(half.add(OFFER)) is None, "the namespace is not known"
     half.half.update_connector_output(KVConnectorOutput(info=IDENTITY))
-    assert half.match(half.add(OFFER)) == NO_MATCH, "that report is of the old weights"
+    assert half.match(half.add(OFFER)) is None, "that report is of the old weights"
 
 
 def test_windows_are_taken_only_whole() -> None:
     half = Half(FULL, WINDOW)
-    assert half.match(half.add(OFFER)) is not NO_MATCH
-    assert half.match(half.add(OFFER, 27)) == NO_MATCH, "the window of a shorter prompt is elsewhere"
+    assert half.match(half.add(OFFER)) is not None
+    assert half.match(half.add(OFFER, 27)) is None, "the window of a shorter prompt is elsewhere"
     half = Half(WINDOW)
-    assert half.match(half.add(OFFER)) == NO_MATCH, "no record proves the first blocks"
+    assert half.match(half.add(OFFER)) is None, "no record proves the first blocks"
     request = half.add(OFFER)
-    assert half.match(request, 24) is not NO_MATCH
+    assert half.match(request, 24) is not None
 
 
 @pytest.fixture
@@ -161,19 +164,19 @@ def test_a_peer_that_cannot_be_used_rests(clock: list[float], caplog: pytest.Log
     order = LoadOrder(1, "p2p", 0, [], [], {"peers": [(ADDRESS, "i")], "lease": "lease"})
     for reason in ("gone", "mac"):
         half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason=reason))
-        assert half.match(request) is not NO_MATCH
+        assert half.match(request) is not None
     for seconds in (5, 10, 20):
         half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="refused"))
-        assert half.match(request) == NO_MATCH
+        assert half.match(request) is None
         clock[0] += seconds - 0.5
-        assert half.match(request) == NO_MATCH
+        assert half.match(request) is None
         clock[0] += 0.5
-        assert half.match(request) is not NO_MATCH
+        assert half.match(request) is not None
     assert f"nothing is taken from {ADDRESS} for 20 s: it has another version, model, key or" in caplog.text
     half.half.on_load_finished(order, LoadResult(1, 7, "ok"))
     half.half.on_load_finished(order, LoadResult(1, 0, "failed", reason="silent"))
     clock[0] += 5
-    assert half.match(request) is not NO_MATCH, "a good load makes the next rest a short one"
+    assert half.match(request) is not None, "a good load makes the next rest a short one"
 
 
 # -- block servers -------------------------------------------------------------------------------------------------
@@ -184,23 +187,23 @@ def test_block_servers_are_asked_once_and_the_longest_match_wins() -> None:
     request = half.add()
     message = half.half.build_connector_meta(SchedulerOutput())
     assert message == {"ask": {"r": [(group, digest) for group in (0, 1) for digest in request.block_hashes]}}
-    assert half.match(request) is None
+    assert half.half.find_matches(request, 0) is None
     assert not half.half.asks_again
     bits = {"tcp://a:1": [True] * 5 + [False] * 9, "tcp://b:1": [True] * 6 + [False] + [True] * 6 + [False]}
     has = {address: pack_bits(each) for address, each in bits.items()}
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"other": {}, "r": has}}))
     assert half.match(request) == ExternalMatch(24, "remote:tcp://b:1", {"peers": [("tcp://b:1", "")]})
-    assert half.match(request, 24) == NO_MATCH
-    half.half.request_started(request)
-    assert half.match(request) == NO_MATCH
+    assert half.match(request, 24) is None
+    half.half.request_started(request, ([],))
+    assert half.match(request) is None
 
 
 def test_a_server_that_has_not_answered_has_nothing() -> None:
     half = Half(tiers=["tcp://a:1"])
     request = half.add()
     half.half.update_connector_output(KVConnectorOutput(info={"have": {"r": {}}}))
-    assert half.match(request) == NO_MATCH
-    assert half.match(half.add(num_tokens=4)) == NO_MATCH, "there is no whole block before the last token"
+    assert half.match(request) is None
+    assert half.match(half.add(num_tokens=4)) is None, "there is no whole block before the last token"
 
 
 @pytest.mark.parametrize("reason", ["unreachable", "silent", "refused", "gone", "mac", "format", "tokens"])
@@ -266,14 +269,14 @@ def test_what_block_servers_have_is_audited_and_one_with_other_blocks_rests(tmp_
     assert audits is not None
     assert audits.begins(request, first, 0, 7)
     assert not audits.begins(request, first._replace(source="p2p:tcp://a:1"), 0, 7)
-    assert (audits.positions_of(request), audits.match_of(request)) == (range(7), first)
-    plan = half.half.plan_audit([], audits.match_of(request))
+    assert audits.find(request) == (range(7), first)
+    plan = half.half.plan_audit([], first)
     assert plan == {"peers": [("tcp://a:1", "")]}
     half.half.on_difference(SavedBlock(0, 1, KEY), plan)
     matches = half.half.find_matches(request, 0)
-    assert matches == [NO_MATCH, second]
+    assert matches == [second]
     audits.end(request)
-    assert not audits.positions_of(request)
+    assert audits.find(request) is None
     extra = {"path": str(tmp_path / "key"), "audit_share": 0.5}
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     with pytest.raises(ConfigError, match="loads from block servers are audited, and there are none"):
@@ -325,7 +328,7 @@ def test_what_must_not_leave_an_engine_is_not_saved() -> None:
     assert half.half.wants_saves(half.add())
     salted = half.add(cache_salt="secret")
     assert half.half.wants_saves(salted)
-    half.half._extra["skip_salted"] = True
+    half.half.extra["skip_salted"] = True
     assert not half.half.wants_saves(salted)
     kept_off = half.add()
     assert kept_off.sampling_params is not None
@@ -353,7 +356,7 @@ def test_records_are_dropped_when_all_servers_of_all_workers_have(caplog: pytest
     peers.take_message()
     first = drop()
     assert peers.take_message() == {"drop": 1}
-    assert half.match(request) == NO_MATCH, "what the servers have said is forgotten"
+    assert half.match(request) is None, "what the servers have said is forgotten"
     assert list(peers.choose_blocks(0, [KEY.digest]).wanted) == [0], "it may be ordered again"
     second = drop()
     tell(0, 1, "dropped")
@@ -384,24 +387,24 @@ def test_blocks_with_an_adapter_are_asked_for_once_its_content_is_known() -> Non
     assert peers.may_transfer(request)
     hashes = stored_hashes(request, SIZE)[:7]
     assert hashes[0] != request.block_hashes[0]
-    assert half.match(request) is None
-    assert half.match(request) is None
+    assert half.half.find_matches(request, 0) is None
+    assert half.half.find_matches(request, 0) is None
     assert peers.take_message() == {"ask": {"r": [(0, digest) for digest in hashes]}}
     answer = {"have": {"r": {"tcp://a:1": pack_bits([True] * 3 + [False] * 4)}}}
     peers.update_connector_output(KVConnectorOutput(info=answer))
     assert half.match(request) == ExternalMatch(12, "remote:tcp://a:1", {"peers": [("tcp://a:1", "")]})
     request.report.adapter_digest, request.report.stored_hashes = "e" * 64, []
-    assert half.match(request) == NO_MATCH, "the adapter was loaded again, from other files"
-    peers.request_started(request)
+    assert half.match(request) is None, "the adapter was loaded again, from other files"
+    peers.request_started(request, ([],))
     request.report.num_preemptions = 1
-    assert half.match(request) == NO_MATCH
+    assert half.match(request) is None
     assert peers.take_message() is None, "it is asked about once"
     whole = half.add(lora_request=LoRARequest("l", 1, "/l"))
     whole.report.adapter_digest = "d" * 64
     assert whole.sampling_params is not None
     whole.sampling_params.skip_reading_prefix_cache = True
-    assert half.match(whole) == NO_MATCH, "it is computed"
-    assert Half(role="kv_producer", tiers=["tcp://a:1"]).match(request) == NO_MATCH
+    assert half.match(whole) is None, "it is computed"
+    assert Half(role="kv_producer", tiers=["tcp://a:1"]).match(request) is None
 
 
 def test_what_a_server_holds_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,15 +414,15 @@ def test_what_a_server_holds_is_published(tmp_path: Path, monkeypatch: pytest.Mo
     def tell(generation: int, *report: Any) -> list[Change]:
         info = {"watched": report, "generation": generation}
         peers.update_connector_output(KVConnectorOutput(info=info))
-        assert peers.stored is not None
-        return peers.stored.take(everything=False)
+        (stored,) = peers.stored
+        return stored.take(everything=False)
 
     there = TierBlocks(0, [b"d" * 32], is_stored=True, locality="REMOTE")
     assert tell(0, [block], [], False) == [there]
     assert tell(1, [], [block], False) == [], "of other weights"
     peers.set_weights("other")
     assert tell(0, [block], [], False) == [replace(there, is_stored=False)]
-    assert Half(tiers=["tcp://a:1"]).half.stored is None
+    assert Half(tiers=["tcp://a:1"]).half.stored == ()
     (tmp_path / "key").write_bytes(bytes(32))
     (tmp_path / "key").chmod(0o600)
     monkeypatch.setenv("QUIRE_KV_STORE_KEY_FILE", str(tmp_path / "key"))
@@ -458,7 +461,7 @@ RANKS = {"remote_ranks": [["10.0.0.9", 5601, "j"]]}
 
 def test_each_worker_takes_from_the_one_of_its_rank() -> None:
     half = Half(num_workers=2)
-    assert half.match(half.add(OFFER | RANKS)) == NO_MATCH, "one worker has not reported what its blocks are"
+    assert half.match(half.add(OFFER | RANKS)) is None, "one worker has not reported what its blocks are"
     half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
     request, sites = half.add(OFFER | RANKS), [(ADDRESS, "i"), ("tcp://10.0.0.9:5601", "j")]
     assert half.half.build_connector_meta(SchedulerOutput()) == {"keep": [("lease", sites)]}
@@ -471,7 +474,7 @@ def test_each_worker_takes_from_the_one_of_its_rank() -> None:
 def test_other_numbers_of_workers_and_hosts_that_are_no_peers_are_none(ranks: dict[str, Any]) -> None:
     half = Half(num_workers=2)
     half.half.update_connector_output(KVConnectorOutput(info=OTHER, rank=1))
-    assert half.match(half.add(OFFER | ranks)) == NO_MATCH
+    assert half.match(half.add(OFFER | ranks)) is None
     assert half.half.build_connector_meta(SchedulerOutput()) is None, "nothing is connected to"
 
 
@@ -481,7 +484,7 @@ def test_a_server_must_have_the_parts_of_all_workers() -> None:
     request = half.add()
     bits = [[True] * 6 + [False], [True] * 3 + [False] + [True] * 3]
     for rank, each in enumerate(bits):
-        assert half.match(request) is None
+        assert half.half.find_matches(request, 0) is None
         have = {"r": {"tcp://a:1": pack_bits(each)} | ({} if rank else {"tcp://b:1": pack_bits([True] * 7)})}
         half.half.update_connector_output(KVConnectorOutput(info={"have": have}, rank=rank))
     assert half.match(request) == ExternalMatch(12, "remote:tcp://a:1", {"peers": [("tcp://a:1", "")] * 2})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from quire.config.engine_args import EngineArgs
-from quire.engine.kv_cache.connector import NO_MATCH
 from quire.engine.kv_cache.hashing import make_block_hasher
 from quire.engine.kv_cache.store_and_peers import StoreAndPeersScheduler
 from quire.engine.request import Request, RequestStatus
@@ -87,7 +86,7 @@ class Both:
         (match,) = (match for match in matches if match.source.startswith(source))
         keys = [BlockKey(digest, None, (1,)) for digest in request.block_hashes[: match.num_tokens // SIZE]]
         order = LoadOrder(1, match.source, 0, keys, [list(range(len(keys)))], match.params)
-        self.half.update_state_after_alloc(request, order)
+        self.half.update_state_after_alloc(request, order, ([],))
         return order
 
 
@@ -99,11 +98,10 @@ def both(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Both]:
     made.directory.close()
 
 
-def test_each_source_says_what_it_has_and_the_longer_one_is_the_answer(both: Both) -> None:
+def test_each_source_says_what_it_has(both: Both) -> None:
     request = both.add()
     assert both.half.may_transfer(request)
     assert both.half.find_matches(request, 0) == []
-    assert both.half.get_num_new_matched_tokens(request, 0) == NO_MATCH
     both.write(request, 3)
     (stored,) = both.half.find_matches(request, 0) or ()
     assert (stored.num_tokens, stored.source) == (12, "disk")
@@ -112,9 +110,6 @@ def test_each_source_says_what_it_has_and_the_longer_one_is_the_answer(both: Bot
         (12, "disk"),
         (28, f"p2p:{ADDRESS}"),
     ]
-    longest = both.half.get_num_new_matched_tokens(offered, 0)
-    assert longest is not None
-    assert longest.num_tokens == 28
 
 
 @pytest.mark.parametrize("both", [{"tiers": [SERVER]}], indirect=True)
@@ -122,7 +117,6 @@ def test_a_peer_that_is_asked_first_postpones_the_answer_of_both(both: Both) -> 
     request = both.add()
     both.write(request, 3)
     assert both.half.find_matches(request, 0) is None
-    assert both.half.get_num_new_matched_tokens(request, 0) is None
     both.tell("peers", {"have": {"r": {SERVER: pack_bits([False] * 7)}}})
     assert [match.source for match in both.half.find_matches(request, 0) or ()] == ["disk"]
 
@@ -197,7 +191,7 @@ def test_messages_say_which_part_they_are_for(both: Both) -> None:
     assert both.half.take_message() is None
     request = both.add(OFFER)
     assert both.half.build_connector_meta(SchedulerOutput()) == {"peers": {"keep": [("lease", [(ADDRESS, "i")])]}}
-    both.half.request_started(request)
+    both.half.request_started(request, ([],))
     assert both.half.build_connector_meta(SchedulerOutput()) == {"peers": {"release": ["lease"]}}
     both.half.request_finished(request)
     assert both.half.build_connector_meta(SchedulerOutput()) is None

@@ -83,13 +83,11 @@ class Store:
         if self.half._index is not None:
             self.half._index.scan()
 
-    def match(self, request: ModelRequest, num_computed_tokens: int = 0) -> ExternalMatch | None:
-        return self.half.get_num_new_matched_tokens(cast(Request, request), num_computed_tokens)
+    def match(self, request: ModelRequest, num_computed_tokens: int = 0) -> list[ExternalMatch]:
+        return self.half.find_matches(cast(Request, request), num_computed_tokens)
 
     def num_matched(self, request: ModelRequest, num_computed_tokens: int = 0) -> int:
-        match = self.match(request, num_computed_tokens)
-        assert match is not None
-        return match.num_tokens
+        return sum(match.num_tokens for match in self.match(request, num_computed_tokens))
 
     def wants(self, request: ModelRequest, index: int) -> bool:
         return list(self.half.choose_blocks(0, [request.block_hashes[index]]).wanted) == [0]
@@ -121,9 +119,9 @@ def stores(tmp_path: Path) -> Iterator[Any]:
 def test_what_the_directory_has_is_matched_up_to_the_first_gap(stores: Any) -> None:
     store, request = stores(), request_of(33)
     store.write(request, [0, 1, 2, 4])
-    assert store.match(request) == ExternalMatch(0), "the namespace is not known"
+    assert store.match(request) == [], "the namespace is not known"
     store.identify()
-    assert store.match(request) == ExternalMatch(12, "disk")
+    assert store.match(request) == [ExternalMatch(12, "disk")]
     assert store.num_matched(request, 8) == 4
     assert store.num_matched(request, 12) == 0
     store.write(request, [3, 5, 6, 7])
@@ -153,7 +151,7 @@ def test_an_order_says_where_the_records_are(stores: Any) -> None:
     store.identify()
     store.write(request, [0, 1, 3])
     order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(4)], [[1, 2, 3, 4]])
-    store.half.update_state_after_alloc(cast(Request, request), order)
+    store.half.update_state_after_alloc(cast(Request, request), order, ([],))
     assert order.params is not None
     (part,) = order.params["parts"]
     assert part["extents"] == [store.writers[FINGERPRINT].name]
@@ -250,7 +248,7 @@ def test_an_order_says_where_each_workers_records_are(stores: Any) -> None:
     for rank, fingerprint in enumerate((FINGERPRINT, OTHER)):
         store.identify(fingerprint=fingerprint, rank=rank)
     order = LoadOrder(1, "disk", 0, [key_of(request, i) for i in range(3)], [[1, 2, 3]])
-    store.half.update_state_after_alloc(cast(Request, request), order)
+    store.half.update_state_after_alloc(cast(Request, request), order, ([],))
     assert order.params is not None
     first, second = order.params["parts"]
     assert [first["extents"], second["extents"]] == [[store.writers[f].name] for f in (FINGERPRINT, OTHER)]
@@ -302,14 +300,14 @@ def test_roles(stores: Any) -> None:
 
 def test_blocks_are_chosen_up_to_the_rate_and_without_those_that_are_there(stores: Any) -> None:
     store, request = stores([FULL, FULL], max_write_bytes_per_s=5 * 2 * PAYLOAD_BYTES), request_of(65)
-    store.half._limits._budget._clock = lambda: 0.0
+    store.half.limits._budget._clock = lambda: 0.0
     store.identify()
     store.write(request, [1, 2], group=1)
     hashes = request.block_hashes
     assert store.half.choose_blocks(0, hashes[:3]) == (range(3), 3), "those of the other group do not count"
     assert store.half.choose_blocks(1, hashes[:9]) == ([0, 3, 4, 5, 6, 7, 8], 9)
     assert store.half.choose_blocks(0, hashes[:3]) == NOTHING_CHOSEN, "nothing is left, and no time passes"
-    store.half._limits._budget._left = 2.5 * PAYLOAD_BYTES
+    store.half.limits._budget._left = 2.5 * PAYLOAD_BYTES
     assert store.half.choose_blocks(0, hashes[2:9]) == ([1, 2, 3], 4)
     assert store.half.seconds_to_save() > 0
 

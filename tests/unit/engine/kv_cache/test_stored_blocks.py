@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.kv_cache.changes import TierBlocks
-from quire.engine.kv_cache.stored_blocks import StoredBlocks, StoresBlocks
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.wire.kv_events import REMOTE
 
 A, B, C = ((0, bytes([number]) * 32) for number in range(3))
@@ -70,14 +70,12 @@ def test_a_report_that_begins_anew_is_all_that_is_there() -> None:
     assert blocks.take(everything=False) == [gone(B), gone(C)]
 
 
-def test_blocks_of_a_directory_and_of_a_server_are_apart() -> None:
-    here, there = StoredBlocks(1), StoredBlocks(1, REMOTE)
-    both = StoresBlocks(here, there)
-    here.update(0, [A], [])
+def test_blocks_of_a_server_are_elsewhere() -> None:
+    there = StoredBlocks(1, REMOTE)
     there.update(0, [A, B], [A])
     at_server = [
         TierBlocks(0, [A[1], B[1]], is_stored=True, locality=REMOTE),
         TierBlocks(0, [A[1]], is_stored=False, locality=REMOTE),
     ]
-    assert both.take(everything=False) == [stored(A), *at_server]
-    assert both.take(everything=True) == [stored(A), TierBlocks(0, [B[1]], is_stored=True, locality=REMOTE)]
+    assert there.take(everything=False) == at_server
+    assert there.take(everything=True) == [TierBlocks(0, [B[1]], is_stored=True, locality=REMOTE)]

@@ -20,9 +20,9 @@ from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.engine.core import EngineCore
 from quire.engine.kv_cache import saver as saver_module
-from quire.engine.kv_cache.audits import LoadAudits
 from quire.engine.kv_cache.block import KVCacheBlock, KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, RemoteSaves
+from quire.engine.kv_cache.record_scheduler import LoadAudits
 from quire.engine.kv_cache.saver import _Postponed
 from quire.engine.request import RequestStatus
 from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
@@ -678,7 +678,7 @@ def test_what_a_store_had_when_it_failed_is_postponed_within_a_bound(
     engine.scheduler.kv_cache_manager.block_pool.blocks[order.blocks.block_ids[6]].forgotten_at = 1 << 40
     saver.end(SaveResult(save_id, 1, "partial", reason=AWAY), engine.clock.now)
     assert list(saver.postponed) == order.blocks.block_ids[2:6]
-    assert saver.counts.num_dropped == {"evicted": 2}
+    assert saver._held.stats.num_dropped_blocks == {"evicted": 2}
     engine.worker.kill()
 
 
@@ -695,7 +695,7 @@ def test_a_block_that_is_postponed_twice_was_evicted_in_between(tier: FakeTier) 
     saver.end(SaveResult(save_id, 0, "failed", reason=AWAY), engine.clock.now)
     assert list(saver.postponed) == order.blocks.block_ids
     assert saver.postponed[order.blocks.block_ids[3]].digest == order.blocks.digests[3]
-    assert saver.counts.num_dropped == {"evicted": 1}
+    assert saver._held.stats.num_dropped_blocks == {"evicted": 1}
     engine.worker.kill()
 
 

@@ -1,0 +1,116 @@
+"""Parts of both scheduler halves that move records: what the workers have reported of their blocks, limits of what is
+written, and audits of what is stored."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
+from quire.engine.request import Request
+from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
+from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_transfer import KVConnectorOutput
+
+
+class Audited(NamedTuple):
+    """Blocks of one request that are compared."""
+
+    positions: range
+    match: ExternalMatch
+    """Match of the load that is computed instead."""
+
+
+class LoadAudits:
+    """The requests whose blocks are computed instead of loaded, and compared with the stored ones.
+
+    On native kernels they must be the same to the bit. A share of the loads is chosen at random; the blocks of their
+    requests are ordered to be compared when they are full (`saver.py`), as others are ordered to be saved.
+    """
+
+    def __init__(self, share: float, *sources: str) -> None:
+        """`share`: of the loads from `sources`, which are named without what follows a colon."""
+        self._share, self._sources = share, sources
+        self._audited: dict[Request, Audited] = {}
+
+    def begins(self, request: Request, match: ExternalMatch, first: int, num_blocks: int) -> bool:
+        """Returns whether a load of `num_blocks` from block `first` on is computed instead."""
+        if match.source.partition(":")[0] not in self._sources or random.random() >= self._share:
+            return False
+        self._audited[request] = Audited(range(first, first + num_blocks), match)
+        return True
+
+    def find(self, request: Request) -> Audited | None:
+        """Returns which blocks of a request are compared."""
+        return self._audited.get(request)
+
+    def end(self, request: Request) -> None:
+        """Forgets a request."""
+        self._audited.pop(request, None)
+
+
+class RecordScheduler(KVConnectorScheduler):
+    """Follows the namespaces of one engine, of which each worker has one (`worker/kv_transfer/record_worker.py`)."""
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, source: str, locality: str) -> None:
+        """`source`: the label of loads that may be audited; `locality`: of the blocks in KV cache events."""
+        super().__init__(config, kv_cache_config)
+        transfer = config.kv_transfer_config
+        self.role, self.extra = transfer.kv_role, transfer.kv_connector_extra_config
+        self.num_workers = config.parallel_config.world_size
+        self.identities: dict[int, dict[str, Any]] = {}
+        """Reports of the workers' namespaces, by rank."""
+        self.limits = WriteLimits(int(self.extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
+        self.message: dict[str, Any] = {}
+        """Next message to the worker half."""
+        self._generation = 0
+        """Number of times that the weights were replaced."""
+        if self.extra.get("publish_store"):
+            self.stored = [StoredBlocks(self.num_workers, locality)]
+        if transfer.audit_share:
+            self.audits = LoadAudits(transfer.audit_share, source)
+
+    @property
+    def is_known(self) -> bool:
+        """Returns whether all workers have reported what their blocks are made of."""
+        return len(self.identities) == self.num_workers
+
+    def may_transfer(self, request: Request) -> bool:
+        return request.lora_request is None or bool(request.report.adapter_digest)
+
+    def is_kept_off(self, request: Request) -> bool:
+        """Returns whether the blocks of a request must not be stored: it says so, or has a salt and those are
+        skipped."""
+        params = request.sampling_params
+        extra_args = None if params is None else params.extra_args
+        says_so = extra_args is not None and extra_args.get("kv_store") is False
+        return says_so or (bool(self.extra.get("skip_salted")) and request.cache_salt is not None)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        info = output.info or {}
+        if info.get("generation") != self._generation:
+            return  # of other weights, or of no namespace
+        if "fingerprint" in info:
+            self.identities[output.rank] = info
+            if self.is_known:
+                self.on_identified()
+        if "watched" in info:
+            for stored in self.stored:
+                stored.update(output.rank, *info["watched"])
+
+    def on_identified(self) -> None:
+        """Notes that all workers have reported their namespaces, or one of them again."""
+        return
+
+    def take_message(self) -> dict[str, Any] | None:
+        message, self.message = self.message, {}
+        return message or None
+
+    def set_weights(self, path: str) -> None:
+        self._generation += 1
+        self.identities.clear()
+        self.limits.forget_all()
+        for stored in self.stored:
+            stored.clear()
