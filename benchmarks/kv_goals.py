@@ -55,7 +55,8 @@ from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.request import Request
-from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange
+from quire.engine.sched.exchange import KVExchange
+from quire.engine.sched.interface import NoExchange
 from quire.engine.sched.scheduler import Scheduler
 from quire.engine.transfers import TransferLink
 from quire.frontend.async_llm import AsyncLLM
@@ -395,7 +396,7 @@ class _Loop:
     def connect(self, *, has_store: bool) -> None:
         """Gives the scheduler its store back, or takes it away. No save is under way."""
         scheduler = self.scheduler
-        scheduler.exchange = self._exchange if has_store else NO_EXCHANGE
+        scheduler.exchange = self._exchange if has_store else NoExchange()
         scheduler.waiting.gates = self._exchange.gates if has_store else ()
         scheduler.kv_cache_manager.on_full_blocks = self._on_full_blocks if has_store else None
 

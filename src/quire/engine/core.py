@@ -27,9 +27,11 @@ from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.exchange import NO_EXCHANGE, KVExchange, MakeExchange, NoExchange, check_connector
+from quire.engine.sched.exchange import KVExchange, check_connector
 from quire.engine.sched.interface import (
     AdmissionGate,
+    MakeExchange,
+    NoExchange,
     ObservedScheduler,
     SchedulerInterface,
     SchedulerObserver,
@@ -132,7 +134,7 @@ class EngineCore:
             max_concurrent_steps=max_steps,
             sends_tokens=self.executor.needs_sampled_tokens,
         )
-        exchange: NoExchange = NO_EXCHANGE
+        exchange = NoExchange()
         if config.kv_transfer_config.connector is not None:
             exchange = self._connect(config, sizes, observers, wake)
         if observers:

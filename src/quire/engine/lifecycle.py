@@ -29,8 +29,7 @@ import msgspec
 from quire.engine.executor.abstract import Executor
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import RequestStatus
-from quire.engine.sched.exchange import NO_EXCHANGE, NoExchange
-from quire.engine.sched.interface import PauseState, SchedulerInterface
+from quire.engine.sched.interface import NoExchange, PauseState, SchedulerInterface
 from quire.errors import ClientError, ServerError, ValidationError, error_name, nearest
 from quire.interrupts import InterruptShield
 from quire.logger import init_logger
@@ -58,7 +57,7 @@ class Lifecycle:
         has_work: Callable[[], bool],
         finish_steps: Callable[[], None],
         adapters: AdapterManager,
-        exchange: NoExchange = NO_EXCHANGE,
+        exchange: NoExchange,
     ) -> None:
         self._exchange = exchange
         self._adapters = adapters

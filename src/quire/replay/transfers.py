@@ -12,8 +12,7 @@ from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.manager import KVCacheManager, LoadingBlocks
 from quire.engine.recording.format import ACCEPTED, LEASED, LOADING, PINNED, ExchangeCall, Transfers
 from quire.engine.request import Request
-from quire.engine.sched.exchange import NoExchange
-from quire.engine.sched.interface import AdmissionGate
+from quire.engine.sched.interface import AdmissionGate, NoExchange
 from quire.errors import GenerationError, QuireError
 from quire.wire.execution import SchedulerOutput
 

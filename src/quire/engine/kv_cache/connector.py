@@ -7,16 +7,19 @@ it allocates, fences, waits, gives up, registers what is verified, pins what is 
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from quire.config.engine import EngineConfig
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.hashing import stored_hashes
 from quire.engine.kv_cache.load_cost import NEVER
+from quire.engine.kv_cache.manager import KVCacheManager
+from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
 from quire.errors import QuireError
 from quire.wire.block_hash import BlockHash
@@ -33,12 +36,6 @@ from quire.wire.kv_transfer import (
     SaveResult,
 )
 from quire.wire.stats import KVTransferStats
-
-if TYPE_CHECKING:
-    from quire.engine.kv_cache.manager import KVCacheManager
-    from quire.engine.kv_cache.record_scheduler import LoadAudits
-    from quire.engine.kv_cache.stored_blocks import StoredBlocks
-
 
 BlockTables = tuple[list[KVCacheBlock], ...]
 """Blocks of a request per group, in order of position. They must not be changed."""
@@ -95,6 +92,42 @@ class RemoteSaves:
         stats.num_remote_saves_begun, self.num_begun = self.num_begun, 0
         stats.num_remote_saves, self.outcomes = dict(self.outcomes), Counter()
         stats.num_waiting_remote_saves, self.has_changed = sum(self._num_waiting.values()), False
+
+
+class Audited(NamedTuple):
+    """Blocks of one request that are compared."""
+
+    positions: range
+    match: ExternalMatch
+    """Match of the load that is computed instead."""
+
+
+class LoadAudits:
+    """The requests whose blocks are computed instead of loaded, and compared with the stored ones.
+
+    On native kernels they must be the same to the bit. A share of the loads is chosen at random; the blocks of their
+    requests are ordered to be compared when they are full (`saver.py`), as others are ordered to be saved.
+    """
+
+    def __init__(self, share: float, *sources: str) -> None:
+        """`share`: of the loads from `sources`, which are named without what follows a colon."""
+        self._share, self._sources = share, sources
+        self._audited: dict[Request, Audited] = {}
+
+    def begins(self, request: Request, match: ExternalMatch, first: int, num_blocks: int) -> bool:
+        """Returns whether a load of `num_blocks` from block `first` on is computed instead."""
+        if match.source.partition(":")[0] not in self._sources or random.random() >= self._share:
+            return False
+        self._audited[request] = Audited(range(first, first + num_blocks), match)
+        return True
+
+    def find(self, request: Request) -> Audited | None:
+        """Returns which blocks of a request are compared."""
+        return self._audited.get(request)
+
+    def end(self, request: Request) -> None:
+        """Forgets a request."""
+        self._audited.pop(request, None)
 
 
 class KVConnectorScheduler(ABC):

@@ -3,52 +3,15 @@ written, and audits of what is stored."""
 
 from __future__ import annotations
 
-import random
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import KVConnectorScheduler, LoadAudits
 from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
 from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_transfer import KVConnectorOutput
-
-
-class Audited(NamedTuple):
-    """Blocks of one request that are compared."""
-
-    positions: range
-    match: ExternalMatch
-    """Match of the load that is computed instead."""
-
-
-class LoadAudits:
-    """The requests whose blocks are computed instead of loaded, and compared with the stored ones.
-
-    On native kernels they must be the same to the bit. A share of the loads is chosen at random; the blocks of their
-    requests are ordered to be compared when they are full (`saver.py`), as others are ordered to be saved.
-    """
-
-    def __init__(self, share: float, *sources: str) -> None:
-        """`share`: of the loads from `sources`, which are named without what follows a colon."""
-        self._share, self._sources = share, sources
-        self._audited: dict[Request, Audited] = {}
-
-    def begins(self, request: Request, match: ExternalMatch, first: int, num_blocks: int) -> bool:
-        """Returns whether a load of `num_blocks` from block `first` on is computed instead."""
-        if match.source.partition(":")[0] not in self._sources or random.random() >= self._share:
-            return False
-        self._audited[request] = Audited(range(first, first + num_blocks), match)
-        return True
-
-    def find(self, request: Request) -> Audited | None:
-        """Returns which blocks of a request are compared."""
-        return self._audited.get(request)
-
-    def end(self, request: Request) -> None:
-        """Forgets a request."""
-        self._audited.pop(request, None)
 
 
 class RecordScheduler(KVConnectorScheduler):

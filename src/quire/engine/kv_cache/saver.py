@@ -10,7 +10,8 @@ from typing import NamedTuple
 from quire.engine.kv_cache.block import KVCacheBlock
 from quire.engine.kv_cache.connector import ExternalMatch, KVConnectorScheduler
 from quire.engine.kv_cache.hashing import stored_extra_keys, stored_hashes
-from quire.engine.kv_cache.held import SaveOrders, add_count
+from quire.engine.kv_cache.held import add_count
+from quire.engine.kv_cache.leases import SaveOrders
 from quire.engine.kv_cache.load_cost import NEVER, QUARANTINE_S
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request

@@ -12,9 +12,8 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_transfer import PART, PARTS
-from quire.engine.kv_cache.connector import BlockChoice, BlockTables, ExternalMatch, KVConnectorScheduler
+from quire.engine.kv_cache.connector import BlockChoice, BlockTables, ExternalMatch, KVConnectorScheduler, LoadAudits
 from quire.engine.kv_cache.peer_scheduler import TIER, PeerScheduler
-from quire.engine.kv_cache.record_scheduler import LoadAudits
 from quire.engine.kv_cache.store_scheduler import SOURCE as DISK
 from quire.engine.kv_cache.store_scheduler import StoreScheduler
 from quire.engine.request import Request

@@ -34,8 +34,14 @@ from quire.engine.recording.format import (
 )
 from quire.engine.recording.transfers import WatchedExchange
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.exchange import MakeExchange, NoExchange
-from quire.engine.sched.interface import AdmissionGate, PauseState, SchedulerObserver, StructuredOutputManager
+from quire.engine.sched.interface import (
+    AdmissionGate,
+    MakeExchange,
+    NoExchange,
+    PauseState,
+    SchedulerObserver,
+    StructuredOutputManager,
+)
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 

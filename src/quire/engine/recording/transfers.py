@@ -14,8 +14,7 @@ from quire.engine.kv_cache.held import HeldState, TransferObserver
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.recording.format import ACCEPTED, LEASED, LOADING, PINNED, RELEASED, ExchangeCall, Transfers
 from quire.engine.request import Request
-from quire.engine.sched.exchange import NoExchange
-from quire.engine.sched.interface import AdmissionGate
+from quire.engine.sched.interface import AdmissionGate, NoExchange
 from quire.errors import QuireError
 from quire.wire.execution import SchedulerOutput
 

@@ -1,4 +1,4 @@
-"""The interfaces of the scheduler: to the engine core, to grammars, and to observers.
+"""The interfaces of the scheduler: to the engine core, to grammars, to stores outside the engine, and to observers.
 
 `ObservedScheduler` forwards each call to the real scheduler and reports the result to its observers. Recordings and
 traces are observers, so neither the scheduler nor the core's loop knows of them.
@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from quire.engine.kv_cache.block import KVCacheBlocks
+from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
 from quire.errors import ConfigError, QuireError
+from quire.kv_transfer_params import FIELD as TRANSFER_PARAMS
+from quire.logger import init_logger
 from quire.wire.engine_core import EngineCoreOutputs
 from quire.wire.execution import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from quire.wire.stats import EngineSnapshot, SchedulerStats
 
-if TYPE_CHECKING:
-    from quire.engine.sched.exchange import MakeExchange, NoExchange
+logger = init_logger(__name__)
 
 
 class PauseState(IntEnum):
@@ -59,6 +63,82 @@ class AdmissionGate(Protocol):
     def add_stats(self, stats: SchedulerStats) -> None:
         """Adds what the gate has counted since the last call."""
         return
+
+
+class NoExchange:
+    """Nothing is stored outside the engine. Base of the exchange that a connector has."""
+
+    gates: Sequence[AdmissionGate] = ()
+    """Gates that a waiting request must pass, besides capacity."""
+
+    @property
+    def has_news(self) -> bool:
+        """Returns whether the next `schedule` has something to take in or to send."""
+        return False
+
+    def begin_round(self) -> None:
+        """Takes in what has ended, and gives up what takes too long. Called before each step is scheduled."""
+
+    def on_new_request(self, request: Request) -> None:
+        """Notes that a request was added."""
+        params = request.sampling_params
+        if params is not None and params.extra_args is not None and params.extra_args.get(TRANSFER_PARAMS):
+            logger.warning(
+                "request %s has kv_transfer_params and there is no connector: it is computed here; PeerConnector takes "
+                "blocks from other engines",
+                request.request_id,
+            )
+
+    def begins_load(
+        self, request: Request, hits: KVCacheBlocks, num_hits: int, running: Sequence[Request], reserved_blocks: int
+    ) -> bool:
+        """Returns whether the request is blocked from now on: by a load of its own, which begins, or by another's of a
+        block that it needs. A load leaves free what `running` requests need for their prompts, and `reserved_blocks`.
+        """
+        return False
+
+    def make_room(self, request: Request) -> bool:
+        """Gives back blocks that are kept only to save time, those for `request` last. Returns whether there were
+        any."""
+        return False
+
+    def await_room(self, request: Request) -> bool:
+        """Blocks the request until a transfer ends. Returns False, with nothing done, if none will give back blocks."""
+        return False
+
+    def count_external(self, request: Request, num_hits: int) -> int:
+        """Returns how many of the tokens that an admission hits were loaded for it."""
+        return 0
+
+    def note_started(self, request: Request, num_hits: int, num_external: int) -> None:
+        """Notes that a request was admitted."""
+
+    def on_sent(self, output: SchedulerOutput) -> None:
+        """Adds orders to a step that is about to be sent."""
+
+    def on_received(self, output: SchedulerOutput) -> None:
+        """Notes that the result of the oldest step is in."""
+
+    def on_abandoned(self) -> None:
+        """Notes that all steps in flight were given up."""
+
+    def let_go(self, *, loads_too: bool) -> bool:
+        """Ends all transfers, so that the cache can be dropped. Returns False, with nothing done, if requests wait for
+        loads and `loads_too` is False."""
+        return True
+
+    def set_weights(self, path: str) -> None:
+        """Notes that the weights were replaced by those of `path`."""
+
+    def reset_store(self, *, can_wait: bool) -> bool | Future[bool]:
+        """Drops what is stored outside. Returns False if that failed, and may return a Future if `can_wait`."""
+        return True
+
+    def shutdown(self) -> None:
+        """Gives saves a moment to end, and releases everything."""
+
+
+MakeExchange = Callable[[KVCacheManager], NoExchange]
 
 
 class StructuredOutputManager(AdmissionGate, Protocol):

@@ -20,8 +20,14 @@ from quire.engine.kv_cache.block import KVCacheBlocks, KVCacheMetricsCollector
 from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.request import Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.exchange import NO_EXCHANGE, NoExchange
-from quire.engine.sched.interface import AdmissionGate, PauseState, SchedulerInterface, StructuredOutputManager
+from quire.engine.sched.interface import (
+    AdmissionGate,
+    MakeExchange,
+    NoExchange,
+    PauseState,
+    SchedulerInterface,
+    StructuredOutputManager,
+)
 from quire.engine.sched.outputs import OutputCollector
 from quire.engine.sched.policy import POLICIES, WaitingRequests
 from quire.engine.sched.step import Admission, SchedulerLimits, StepBuilder, StepsInFlight
@@ -83,14 +89,14 @@ class Scheduler(SchedulerInterface):
         self.running: list[Request] = []
         grammars = () if structured_output_manager is None else (structured_output_manager,)
         self.waiting = WaitingRequests(self.policy, (*grammars, *gates))
-        self.exchange: NoExchange = NO_EXCHANGE
+        self.exchange = NoExchange()
         """Stores outside the engine. `connect` sets another."""
         self._steps = StepsInFlight(max_concurrent_steps, sends_tokens=sends_tokens)
         self._outputs = OutputCollector(max_model_len, include_finished_set, drafts)
         self._num_recomputed_tokens = 0
         """Tokens computed again after preemptions, since the last statistics."""
 
-    def connect(self, make_exchange: Callable[[KVCacheManager], NoExchange]) -> NoExchange:
+    def connect(self, make_exchange: MakeExchange) -> NoExchange:
         self.exchange = exchange = make_exchange(self.kv_cache_manager)
         self.waiting.gates = (*self.waiting.gates, *exchange.gates)
         return exchange
