@@ -10,10 +10,9 @@ import gc
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -27,19 +26,15 @@ from quire.engine.lifecycle import Lifecycle
 from quire.engine.lora.manager import AdapterManager
 from quire.engine.request import BlockHasher, Request, RequestStatus
 from quire.engine.sched.drafts import DraftFitter
-from quire.engine.sched.exchange import KVExchange, check_connector
+from quire.engine.sched.exchange import check_connector, connect_stores
 from quire.engine.sched.interface import (
     AdmissionGate,
-    MakeExchange,
-    NoExchange,
     ObservedScheduler,
     SchedulerInterface,
-    SchedulerObserver,
     StructuredOutputManager,
 )
 from quire.engine.structured_output.manager import make_structured_output_manager
 from quire.engine.tracing import describe_iteration, log_error_detail, make_observers
-from quire.engine.transfers import TransferLink
 from quire.errors import ClientError, ServerError, ValidationError
 from quire.failpoints import failpoint
 from quire.interrupts import InterruptShield
@@ -134,9 +129,7 @@ class EngineCore:
             max_concurrent_steps=max_steps,
             sends_tokens=self.executor.needs_sampled_tokens,
         )
-        exchange = NoExchange()
-        if config.kv_transfer_config.connector is not None:
-            exchange = self._connect(config, sizes, observers, wake)
+        exchange = connect_stores(self.scheduler, config, sizes, self.executor, observers, wake)
         if observers:
             self.scheduler = ObservedScheduler(self.scheduler, observers)
         self.ready_response = EngineCoreReadyResponse(
@@ -168,20 +161,6 @@ class EngineCore:
         gc.collect()
         gc.freeze()  # objects created during start-up are never collected: full collections need not visit them
         stamp("engine core")
-
-    def _connect(
-        self,
-        config: EngineConfig,
-        sizes: KVCacheSizes,
-        observers: Sequence[SchedulerObserver],
-        wake: Callable[[], None],
-    ) -> NoExchange:
-        """Gives the scheduler the exchange of the configured connector, and returns it."""
-        link = TransferLink(self.executor, wake)
-        make_exchange: MakeExchange = partial(KVExchange.from_config, config, sizes, link)
-        for observer in observers:
-            make_exchange = observer.watch_exchange(make_exchange)
-        return self.scheduler.connect(make_exchange)
 
     def _make_kv_caches(self, config: EngineConfig) -> KVCacheSizes:
         if config.parallel_config.is_scale_up_launch:

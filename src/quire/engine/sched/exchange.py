@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 
 from quire.config.engine import EngineConfig
+from quire.engine.executor.abstract import Executor
 from quire.engine.kv_cache.block import KVCacheBlocks
 from quire.engine.kv_cache.connector import RESET_S, KVConnectorScheduler
 from quire.engine.kv_cache.held import add_count
@@ -24,7 +26,7 @@ from quire.engine.kv_cache.manager import KVCacheManager
 from quire.engine.kv_cache.saver import BlockSaver
 from quire.engine.kv_cache.sizing import KVCacheSizes
 from quire.engine.request import Request, RequestStatus
-from quire.engine.sched.interface import AdmissionGate, NoExchange
+from quire.engine.sched.interface import AdmissionGate, MakeExchange, NoExchange, SchedulerInterface, SchedulerObserver
 from quire.engine.transfers import TransferLink
 from quire.errors import ConfigError, QuireError
 from quire.logger import init_logger
@@ -53,6 +55,24 @@ def check_connector(config: EngineConfig) -> None:
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(f"kv_connector {name!r} needs the prefix cache; drop --no-enable-prefix-caching")
     resolve(connector.scheduler).check_config(config)
+
+
+def connect_stores(
+    scheduler: SchedulerInterface,
+    config: EngineConfig,
+    sizes: KVCacheSizes,
+    executor: Executor,
+    observers: Sequence[SchedulerObserver],
+    wake: Callable[[], None],
+) -> NoExchange:
+    """Gives a scheduler the exchange of the configured connector, if there is one, and returns it. Raises
+    ConfigError."""
+    if config.kv_transfer_config.connector is None:
+        return NoExchange()
+    make_exchange: MakeExchange = partial(KVExchange.from_config, config, sizes, TransferLink(executor, wake))
+    for observer in observers:
+        make_exchange = observer.watch_exchange(make_exchange)
+    return scheduler.connect(make_exchange)
 
 
 class _Steps:
