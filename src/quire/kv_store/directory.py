@@ -219,10 +219,14 @@ class StoreDirectory:
     def remove_namespace(self, fingerprint: bytes) -> int:
         """Deletes all extents of a namespace, those that are open too: their writers begin others. Returns their
         number."""
-        names = [one.name for one in self.list_extents() if one.namespace == fingerprint.hex()[:NAMESPACE_DIGITS]]
+        names = self.list_namespace(fingerprint)
         for name in names:
             self.remove(name)
         return len(names)
+
+    def list_namespace(self, fingerprint: bytes) -> list[str]:
+        """Returns the names of all extents of a namespace."""
+        return [one.name for one in self.list_extents() if one.namespace == fingerprint.hex()[:NAMESPACE_DIGITS]]
 
     def remove(self, name: str) -> None:
         """Deletes an extent. Processes that have it open read on."""

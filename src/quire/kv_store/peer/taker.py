@@ -27,6 +27,8 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_WRITERS = 4
 """Most extents that are open at once: each counts in full. Workers of an engine have one each."""
 END_S = 1.0
+SLICE_EXTENTS = 8
+"""Extents of a namespace that are deleted at once: to delete one takes some milliseconds."""
 
 
 class _Put(NamedTuple):
@@ -55,6 +57,16 @@ class _Drop(NamedTuple):
     report: Callable[[str], None]
 
 
+class _Dropping:
+    """A namespace that is being deleted."""
+
+    def __init__(self, order: _Drop, names: list[str]) -> None:
+        self.order, self.names, self.num_extents = order, names, len(names)
+        """`names`: the extents that are still to be deleted."""
+        self.later: list[_Put | _Drop] = []
+        """Orders for the namespace that have come since."""
+
+
 class RecordTaker:
     """Owns the extents that are written. `put` is called on one thread."""
 
@@ -65,6 +77,8 @@ class RecordTaker:
         """Writers by fingerprint; the one that was used longest ago first."""
         self._written: dict[tuple[bytes, RecordName], float] = {}
         """Records that were written lately, and when: a scan may not have found them yet. The oldest first."""
+        self._dropping: dict[bytes, _Dropping] = {}
+        """Namespaces that are being deleted, one after the other."""
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
         self._puts: queue.SimpleQueue[_Put | _Drop | None] = queue.SimpleQueue()
@@ -104,22 +118,29 @@ class RecordTaker:
     def _run(self) -> None:
         while not self._is_stopping:
             try:
-                put = self._puts.get(timeout=self._seconds_to_seal())
+                order = self._puts.get(timeout=0.0 if self._dropping else self._seconds_to_seal())
             except queue.Empty:
                 for writer in self._writers.values():
                     writer.seal_if_old()
-                continue
-            if put is None:
-                break
-            if isinstance(put, _Drop):
-                put.report(self._drop(put))
-                continue
-            put.report(self._take(put))
-            with self._lock:
-                self._num_waiting_bytes -= put.num_bytes
-            del put
+            else:
+                if order is None:
+                    break
+                self._carry_out(order)
+                del order
+            self._drop_slice()
         for writer in self._writers.values():
             writer.seal()
+
+    def _carry_out(self, order: _Put | _Drop) -> None:
+        dropping = self._dropping.get(order.fingerprint)
+        if dropping is not None:
+            dropping.later.append(order)
+        elif isinstance(order, _Drop):
+            self._begin_drop(order)
+        else:
+            order.report(self._take(order))
+            with self._lock:
+                self._num_waiting_bytes -= order.num_bytes
 
     def _seconds_to_seal(self) -> float | None:
         times = [seconds for writer in self._writers.values() if (seconds := writer.seconds_to_seal()) is not None]
@@ -148,20 +169,44 @@ class RecordTaker:
             self._written[name] = time.monotonic()
         return reason or "stored"
 
-    def _drop(self, order: _Drop) -> str:
-        """Returns the outcome of an order to delete records."""
+    def _begin_drop(self, order: _Drop) -> None:
         writer = self._writers.pop(order.fingerprint, None)
         if writer is not None:
             writer.seal()
         self._written = {name: ts for name, ts in self._written.items() if name[0] != order.fingerprint}
         try:
-            num_extents = self._directory.remove_namespace(order.fingerprint)
-            order.scan()
+            names = self._directory.list_namespace(order.fingerprint)
         except Exception as e:
-            logger.warning("the records of %s are not dropped: %s", order.fingerprint.hex()[:NAMESPACE_DIGITS], e)
-            return "error"
-        logger.info("a client has dropped %s: %d extents", order.fingerprint.hex()[:NAMESPACE_DIGITS], num_extents)
-        return DROPPED
+            self._end_drop(order, e)
+        else:
+            self._dropping[order.fingerprint] = _Dropping(order, names)
+
+    def _drop_slice(self) -> None:
+        """Deletes some extents, so that records of other namespaces are written in between."""
+        if not self._dropping:
+            return
+        fingerprint, dropping = next(iter(self._dropping.items()))
+        error = None
+        try:
+            for name in dropping.names[:SLICE_EXTENTS]:
+                self._directory.remove(name)
+            del dropping.names[:SLICE_EXTENTS]
+            dropping.order.scan()
+        except Exception as e:
+            error = e
+        if error is not None or not dropping.names:
+            del self._dropping[fingerprint]
+            self._end_drop(dropping.order, error, dropping.num_extents)
+            for order in dropping.later:
+                self._carry_out(order)
+
+    def _end_drop(self, order: _Drop, error: Exception | None, num_extents: int = 0) -> None:
+        namespace = order.fingerprint.hex()[:NAMESPACE_DIGITS]
+        if error is not None:
+            logger.warning("the records of %s are not dropped: %s", namespace, error)
+        else:
+            logger.info("a client has dropped %s: %d extents", namespace, num_extents)
+        order.report(DROPPED if error is None else "error")
 
     def _check(self, put: _Put) -> RecordHeader:
         """Returns the header of a record that is one. No length that it names is trusted: they must be those of the
