@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket as system_sockets
 import stat
 import subprocess
 import sys
@@ -27,8 +28,10 @@ from quire.wire.sockets import (
     SocketDirectory,
     bind_network,
     bound_address,
+    hold_port,
     make_zmq_socket,
 )
+from quire.wire.worker_link import SecureEnd
 
 ARRIVES_MS = 120_000
 STAYS_OUT_MS = 300
@@ -258,6 +261,21 @@ def test_a_private_socket_may_have_a_network_address_too(
     assert _arrives(socket) == b"right"
     with pytest.raises(ConfigError, match=r"cannot be listened on: .*in use"):
         bind_network(sockets.make(directory.endpoint("other"), zmq.PULL, bind=True), public, ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports can be held on Linux alone")
+def test_a_held_port_is_for_one_that_names_it() -> None:
+    """It may listen there as often as it likes. A program that wants a port for itself gets another."""
+    port, held = hold_port("127.0.0.1")
+    with held:
+        for _ in range(2):
+            end = SecureEnd(f"tcp://127.0.0.1:{port}", bytes(32), 5.0, bind=True)
+            assert end.port == port
+            end.close()
+            with system_sockets.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    with system_sockets.socket() as other:
+        other.bind(("127.0.0.1", port))
 
 
 def test_each_pair_of_keys_is_new() -> None:

@@ -13,7 +13,9 @@ import ipaddress
 import math
 import os
 import shutil
+import socket as system_sockets
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -264,6 +266,21 @@ def bound_address(socket: zmq.Socket[Any]) -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)  # a text option
     return endpoint.rstrip(b"\0").decode()
+
+
+def hold_port(host: str) -> tuple[int, system_sockets.socket]:
+    """Returns a free port of this machine, and a socket that keeps it until it is closed, or its process has ended.
+
+    That socket does not listen. Another process may listen at the port by name, and again later; sockets that name no
+    port do not get it.
+    """
+    held = system_sockets.socket(system_sockets.AF_INET6 if ":" in host else system_sockets.AF_INET)
+    held.setsockopt(system_sockets.SOL_SOCKET, system_sockets.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    port = held.getsockname()[1]
+    if sys.platform != "linux":  # others let nothing listen beside it
+        held.close()
+    return port, held
 
 
 def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server: bool) -> None:
