@@ -8,6 +8,7 @@ binding side also needs a `CurveDoor`: without one it refuses every peer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import math
@@ -198,11 +199,30 @@ def make_public_socket(
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, linger_ms)
-        (socket.bind if bind else socket.connect)(address)
+        (_bind if bind else zmq.Socket.connect)(socket, address)
     except BaseException:
         socket.close(linger=0)
         raise
     return socket
+
+
+def has_listener(path: str) -> bool:
+    """Returns whether a process listens at a Unix socket. Another that binds its path would take its clients."""
+    with system_sockets.socket(system_sockets.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # many wait there
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _bind(socket: zmq.Socket[Any], address: str) -> None:
+    if address.startswith("ipc://") and has_listener(address.removeprefix("ipc://")):
+        raise zmq.ZMQError(errno.EADDRINUSE)
+    socket.bind(address)
 
 
 def is_private(address: str) -> bool:
@@ -242,7 +262,7 @@ def make_peer_socket(
             _secure(socket, address, curve, is_server=bind)
         elif address.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)
-        (socket.bind if bind else socket.connect)(address)
+        (_bind if bind else zmq.Socket.connect)(socket, address)
     except BaseException:
         socket.close(linger=0)
         raise
