@@ -268,7 +268,7 @@ def test_a_private_socket_may_have_a_network_address_too(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ports can be held on Linux alone")
 def test_a_held_port_is_for_one_that_names_it() -> None:
-    """It may listen there as often as it likes. A program that wants a port for itself gets another."""
+    """A process may listen at the port by name, again and again. A program that wants any port gets another."""
     port, held = hold_port("127.0.0.1")
     with held:
         for _ in range(2):
@@ -282,7 +282,7 @@ def test_a_held_port_is_for_one_that_names_it() -> None:
 
 
 def test_a_socket_where_a_process_listens_is_not_taken_from_it(tmp_path: Path) -> None:
-    """What a process that was killed has left behind is."""
+    """Only the file that a killed process has left behind is replaced."""
     address = f"ipc://{tmp_path}/socket"
 
     def bind() -> zmq.Socket[Any]:

@@ -153,7 +153,7 @@ def test_a_namespace_is_dropped_and_no_other(taker: Taker, monkeypatch: pytest.M
 def test_records_of_others_are_stored_while_a_namespace_is_dropped(
     taker: Taker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is put into that namespace meanwhile waits for the end: until then the index finds what will be gone."""
+    """Records that are put into that namespace wait for the end: until then the index finds what will be gone."""
     monkeypatch.setattr(taker_module, "SLICE_EXTENTS", 1)
     index = StoreIndex(taker.directory, FINGERPRINT)
     for number in range(3):

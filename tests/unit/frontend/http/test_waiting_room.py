@@ -125,7 +125,7 @@ def test_two_doors_and_a_unix_socket(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("num_turns", range(6))
 def test_a_connection_at_the_end_is_closed_or_left_to_the_server(num_turns: int) -> None:
-    """It is accepted and made in several turns of the loop, and the end may come between any two of them."""
+    """A connection is accepted and made in several turns of the loop; the end may come between any two of them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         room = WaitingRoom([listener])
         is_held, goes_on = threading.Event(), threading.Event()
