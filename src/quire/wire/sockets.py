@@ -14,7 +14,7 @@ import ipaddress
 import math
 import os
 import shutil
-import socket as system_sockets
+import socket
 import stat
 import sys
 import tempfile
@@ -208,7 +208,7 @@ def make_public_socket(
 
 def has_listener(path: str) -> bool:
     """Returns whether a process listens at a Unix socket. Another that binds its path would take its clients."""
-    with system_sockets.socket(system_sockets.AF_UNIX) as probe:
+    with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(path)
@@ -288,14 +288,14 @@ def bound_address(socket: zmq.Socket[Any]) -> str:
     return endpoint.rstrip(b"\0").decode()
 
 
-def hold_port(host: str) -> tuple[int, system_sockets.socket]:
+def hold_port(host: str) -> tuple[int, socket.socket]:
     """Returns a free port of this machine, and a socket that keeps it until it is closed, or its process has ended.
 
     That socket does not listen. Another process may listen at the port by name, and again later; sockets that name no
     port do not get it.
     """
-    held = system_sockets.socket(system_sockets.AF_INET6 if ":" in host else system_sockets.AF_INET)
-    held.setsockopt(system_sockets.SOL_SOCKET, system_sockets.SO_REUSEADDR, 1)
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
     port = held.getsockname()[1]
     if sys.platform != "linux":  # others let nothing listen beside it

@@ -164,10 +164,11 @@ def test_records_of_others_are_stored_while_a_namespace_is_dropped(
     ends: queue.Queue[str] = queue.Queue()
 
     def put(number: int, fingerprint: bytes, name: str) -> None:
+        def is_there(key: RecordName) -> bool:
+            return fingerprint == FINGERPRINT and index.contains(key[1], key[0])
+
         frames = taker.frames(number, fingerprint=fingerprint)
-        taker.taker.put(
-            fingerprint, frames, lambda key: index.contains(key[1], key[0]), lambda end: ends.put(f"{name} {end}")
-        )
+        taker.taker.put(fingerprint, frames, is_there, lambda end: ends.put(f"{name} {end}"))
 
     def on_evict(name: str, key: str) -> None:
         if begun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.kv_store.access import StoreWriter
@@ -57,16 +57,6 @@ class _Drop(NamedTuple):
     report: Callable[[str], None]
 
 
-class _Dropping:
-    """A namespace that is being deleted."""
-
-    def __init__(self, order: _Drop, names: list[str]) -> None:
-        self.order, self.names, self.num_extents = order, names, len(names)
-        """`names`: the extents that are still to be deleted."""
-        self.later: list[_Put | _Drop] = []
-        """Orders for the namespace that have come since."""
-
-
 class RecordTaker:
     """Owns the extents that are written. `put` is called on one thread."""
 
@@ -77,8 +67,8 @@ class RecordTaker:
         """Writers by fingerprint; the one that was used longest ago first."""
         self._written: dict[tuple[bytes, RecordName], float] = {}
         """Records that were written lately, and when: a scan may not have found them yet. The oldest first."""
-        self._dropping: dict[bytes, _Dropping] = {}
-        """Namespaces that are being deleted, one after the other."""
+        self._drops: dict[bytes, tuple[Iterator[bool], list[_Put | _Drop]]] = {}
+        """Drops that have begun, by fingerprint, and the orders for each namespace that wait for their end."""
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
         self._puts: queue.SimpleQueue[_Put | _Drop | None] = queue.SimpleQueue()
@@ -118,7 +108,7 @@ class RecordTaker:
     def _run(self) -> None:
         while not self._is_stopping:
             try:
-                order = self._puts.get(timeout=0.0 if self._dropping else self._seconds_to_seal())
+                order = self._puts.get(timeout=0.0 if self._drops else self._seconds_to_seal())
             except queue.Empty:
                 for writer in self._writers.values():
                     writer.seal_if_old()
@@ -127,16 +117,16 @@ class RecordTaker:
                     break
                 self._carry_out(order)
                 del order
-            self._drop_slice()
+            if self._drops:
+                self._go_on_dropping()
         for writer in self._writers.values():
             writer.seal()
 
     def _carry_out(self, order: _Put | _Drop) -> None:
-        dropping = self._dropping.get(order.fingerprint)
-        if dropping is not None:
-            dropping.later.append(order)
+        if order.fingerprint in self._drops:
+            self._drops[order.fingerprint][1].append(order)
         elif isinstance(order, _Drop):
-            self._begin_drop(order)
+            self._drops[order.fingerprint] = self._drop(order), []
         else:
             order.report(self._take(order))
             with self._lock:
@@ -169,44 +159,33 @@ class RecordTaker:
             self._written[name] = time.monotonic()
         return reason or "stored"
 
-    def _begin_drop(self, order: _Drop) -> None:
-        writer = self._writers.pop(order.fingerprint, None)
+    def _drop(self, order: _Drop) -> Iterator[bool]:
+        """Deletes the records of a namespace. Yields between some extents and the next."""
+        writer, namespace = self._writers.pop(order.fingerprint, None), order.fingerprint.hex()[:NAMESPACE_DIGITS]
         if writer is not None:
             writer.seal()
         self._written = {name: ts for name, ts in self._written.items() if name[0] != order.fingerprint}
         try:
             names = self._directory.list_namespace(order.fingerprint)
+            for first in range(0, len(names), SLICE_EXTENTS):
+                for name in names[first : first + SLICE_EXTENTS]:
+                    self._directory.remove(name)
+                yield True
+            order.scan()
         except Exception as e:
-            self._end_drop(order, e)
+            logger.warning("the records of %s are not dropped: %s", namespace, e)
+            order.report("error")
         else:
-            self._dropping[order.fingerprint] = _Dropping(order, names)
+            logger.info("a client has dropped %s: %d extents", namespace, len(names))
+            order.report(DROPPED)
 
-    def _drop_slice(self) -> None:
+    def _go_on_dropping(self) -> None:
         """Deletes some extents, so that records of other namespaces are written in between."""
-        if not self._dropping:
-            return
-        fingerprint, dropping = next(iter(self._dropping.items()))
-        error = None
-        try:
-            for name in dropping.names[:SLICE_EXTENTS]:
-                self._directory.remove(name)
-            del dropping.names[:SLICE_EXTENTS]
-            dropping.order.scan()
-        except Exception as e:
-            error = e
-        if error is not None or not dropping.names:
-            del self._dropping[fingerprint]
-            self._end_drop(dropping.order, error, dropping.num_extents)
-            for order in dropping.later:
+        fingerprint, (drop, later) = next(iter(self._drops.items()))
+        if not next(drop, False):
+            del self._drops[fingerprint]
+            for order in later:
                 self._carry_out(order)
-
-    def _end_drop(self, order: _Drop, error: Exception | None, num_extents: int = 0) -> None:
-        namespace = order.fingerprint.hex()[:NAMESPACE_DIGITS]
-        if error is not None:
-            logger.warning("the records of %s are not dropped: %s", namespace, error)
-        else:
-            logger.info("a client has dropped %s: %d extents", namespace, num_extents)
-        order.report(DROPPED if error is None else "error")
 
     def _check(self, put: _Put) -> RecordHeader:
         """Returns the header of a record that is one. No length that it names is trusted: they must be those of the
