@@ -4,8 +4,8 @@
 
 Each may be given several times. A request goes to one engine that prefills, with one token to generate, and then with
 the `kv_transfer_params` of its answer to one that decodes: those with the fewest requests under way. Where the first
-fails, the second computes everything: no request fails because of it. It does the same for any server that speaks
-vLLM's protocol for NIXL.
+fails, the second computes everything: no request fails because of it. Where the second cannot be reached, another that
+decodes is tried. It does the same for any server that speaks vLLM's protocol for NIXL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -51,9 +51,10 @@ class Engines:
         self.loads = {url.rstrip("/"): 0 for url in urls}
 
     @asynccontextmanager
-    async def chosen(self) -> AsyncIterator[str]:
-        """Yields the address of the engine with the fewest requests, and counts one more for so long."""
-        url = min(self.loads, key=self.loads.__getitem__)
+    async def chosen(self, tried: Collection[str] = ()) -> AsyncIterator[str]:
+        """Yields the address of the engine with the fewest requests, not one of `tried`, and counts one more for so
+        long."""
+        url = min((url for url in self.loads if url not in tried), key=self.loads.__getitem__)
         num_requests = self.loads.pop(url)
         self.loads[url] = num_requests + 1  # behind the others with as many
         try:
@@ -115,15 +116,21 @@ class Proxy:
     async def _pass_on(self, request: Request, data: bytes, headers: Mapping[str, str]) -> Response:
         """Sends a request to an engine that decodes, and its answer back as it comes."""
         assert self.session is not None
-        async with AsyncExitStack() as stack:
-            url = await stack.enter_async_context(self.decode.chosen())
-            target = url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
-            sent = self.session.request(request.method, target, data=data or None, headers=headers)
-            try:
-                answer = await stack.enter_async_context(sent)
-            except (aiohttp.ClientError, TimeoutError) as e:
-                return _error(502, f"{url} does not answer: {type(e).__name__}")
-            return PassedOn(answer, stack.pop_all())
+        tried: list[str] = []
+        while True:
+            async with AsyncExitStack() as stack:
+                url = await stack.enter_async_context(self.decode.chosen(tried))
+                tried.append(url)
+                target = url + request.url.path + (f"?{request.url.query}" if request.url.query else "")
+                sent = self.session.request(request.method, target, data=data or None, headers=headers)
+                try:
+                    answer = await stack.enter_async_context(sent)
+                    return PassedOn(answer, stack.pop_all())
+                except (aiohttp.ClientError, TimeoutError) as e:
+                    print(f"{url} does not answer: {type(e).__name__}: {e}", flush=True)
+                    may_have_begun = not isinstance(e, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+                    if may_have_begun or len(tried) == len(self.decode.loads):
+                        return _error(502, f"{url} does not answer: {type(e).__name__}")
 
 
 class PassedOn(StreamingResponse):

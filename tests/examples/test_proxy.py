@@ -12,6 +12,8 @@ import httpx2
 import pytest
 from examples.disaggregated.proxy import ASK, main, make_app
 
+from tests.ports import free_ports
+
 TRANSFER = {"do_remote_prefill": True, "remote_request_id": "lease"}
 BODY = {"model": "m", "prompt": "p", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
 
@@ -114,6 +116,35 @@ def test_what_fails() -> None:
         assert not prefill.bodies
 
     check(broken, Engine({"kv_transfer_params": TRANSFER}))
+
+
+def test_an_engine_that_cannot_be_reached_is_passed_over() -> None:
+    """Two of three that decode are gone: each request is answered by the third."""
+
+    async def run() -> None:
+        decode = Engine({"text": "t"})
+        app = aiohttp.web.Application()
+        app.router.add_route("*", "/{path:.*}", decode.handle)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        first = free_ports(2)
+        gone = [f"http://127.0.0.1:{port}" for port in (first, first + 1)]
+        proxy = make_app(gone[:1], [*gone, f"http://127.0.0.1:{port}"])
+        transport = httpx2.ASGITransport(app=proxy)
+        async with (
+            proxy.router.lifespan_context(proxy),
+            httpx2.AsyncClient(transport=transport, base_url="http://proxy") as client,
+        ):
+            for number in range(1, 5):
+                answer = await client.post("/v1/completions", json=BODY)
+                assert (answer.status_code, answer.json()) == (200, {"text": "t"})
+                assert len(decode.bodies) == number
+        await runner.cleanup()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket as system_sockets
 import stat
 import subprocess
 import sys
@@ -27,8 +29,12 @@ from quire.wire.sockets import (
     SocketDirectory,
     bind_network,
     bound_address,
+    has_listener,
+    hold_port,
+    make_public_socket,
     make_zmq_socket,
 )
+from quire.wire.worker_link import SecureEnd
 
 ARRIVES_MS = 120_000
 STAYS_OUT_MS = 300
@@ -258,6 +264,54 @@ def test_a_private_socket_may_have_a_network_address_too(
     assert _arrives(socket) == b"right"
     with pytest.raises(ConfigError, match=r"cannot be listened on: .*in use"):
         bind_network(sockets.make(directory.endpoint("other"), zmq.PULL, bind=True), public, ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports can be held on Linux alone")
+def test_a_held_port_is_for_one_that_names_it() -> None:
+    """A process may listen at the port by name, again and again. A program that wants any port gets another."""
+    port, held = hold_port("127.0.0.1")
+    with held:
+        for _ in range(2):
+            end = SecureEnd(f"tcp://127.0.0.1:{port}", bytes(32), 5.0, bind=True)
+            assert end.port == port
+            end.close()
+            with system_sockets.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    with system_sockets.socket() as other:
+        other.bind(("127.0.0.1", port))
+
+
+def test_a_socket_where_a_process_listens_is_not_taken_from_it(tmp_path: Path) -> None:
+    """Only the file that a killed process has left behind is replaced."""
+    address = f"ipc://{tmp_path}/socket"
+
+    def bind() -> zmq.Socket[Any]:
+        return make_public_socket(context, address, zmq.PUB, bind=True, high_water_mark=9, linger_ms=0)
+
+    code = f"import os, zmq; s = zmq.Context().socket(zmq.PUB); s.bind({address!r}); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with zmq.Context() as context, pytest.raises(zmq.ZMQError, match="Address already in use"):
+            bind()
+        other.kill()
+    assert (tmp_path / "socket").exists()
+    with zmq.Context() as context:
+        bind().close()
+
+
+def test_a_listener_with_a_full_queue_is_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    assert not has_listener(path)
+    with system_sockets.socket(system_sockets.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(path)
+        listener.listen(0)
+        for _ in range(2):
+            other = waiting.enter_context(system_sockets.socket(system_sockets.AF_UNIX))
+            other.setblocking(False)
+            other.connect_ex(path)
+        assert has_listener(path)
+    assert not has_listener(path)
 
 
 def test_each_pair_of_keys_is_new() -> None:

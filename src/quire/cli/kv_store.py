@@ -94,6 +94,8 @@ def run(args: Arguments) -> int:
             return 0
         extents = sorted(store.list_extents(), key=lambda e: -max(e.used_ns, e.written_ns))
         rows = [_describe(store, extent, is_verified=action == "verify") for extent in extents]
+    except OSError as e:
+        raise ConfigError(f"quire kv-store {action}: {directory}: {e.strerror or e}") from None
     finally:
         store.close()
     figures = {"directory": str(directory), "bytes": sum(row["bytes"] for row in rows), "extents": rows}

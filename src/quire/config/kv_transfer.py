@@ -184,6 +184,8 @@ class KVTransferConfig:
         if self.kv_store_remote is not None:
             settled = settled.with_tiers([self.kv_store_remote])
         settled._check_compression()
+        if settled.kv_connector is None:
+            self._check_short_flags(settled)
         return settled
 
     def _check_compression(self) -> None:
@@ -212,13 +214,15 @@ class KVTransferConfig:
         return self if self.kv_store is None else self._settle_store()
 
     def _check_short_flags(self, given: KVTransferConfig) -> None:
-        """Raises ConfigError for a flag of --kv-store that would not count for the connector of the JSON object."""
+        """Raises ConfigError for a flag of --kv-store that would not count for a connector, or for none."""
         if given.kv_connector == PEERS:
             return
         for name, key, is_given in (
             ("--kv-store-size", "max_bytes", self.kv_store_size != DEFAULT_STORE_BYTES),
             ("--kv-store-skip-salted", "skip_salted", self.kv_store_skip_salted),
         ):
+            if is_given and given.kv_connector is None:
+                raise ConfigError(f"{name}: there is no store that it could count for; add --kv-store DIR")
             if is_given:
                 raise ConfigError(
                     f"{name} counts for --kv-store DIR only, and {FLAG} names another connector; name the directory "

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ MIN_FREE_BYTES = 1 << 30
 MIN_STORE_BYTES = 256 << 20
 PROTECTED_SHARE = 0.8
 """Share of the bound that extents which were used may take before the oldest of them are treated as unused ones."""
+CLOCK_SKEW_NS = 600 * 10**9
+"""Most nanoseconds by which the clocks of hosts that share a directory are expected to differ."""
 GIB = 1 << 30
 _NAME = re.compile(
     rf"(?P<namespace>[0-9a-f]{{{NAMESPACE_DIGITS}}})-(?P<pid>\d{{1,10}})-(?P<n>\d{{1,12}}){re.escape(SUFFIX)}"
@@ -203,7 +206,8 @@ class StoreDirectory:
         self._sealed &= {extent.identity for extent in extents}
         sizes = {extent.name: self._size_of(extent) for extent in extents}
         total = sum(sizes.values())
-        candidates = iter(eviction_order(extents, int(PROTECTED_SHARE * self.max_bytes)))
+        latest_ns = time.time_ns() + CLOCK_SKEW_NS
+        candidates = iter(eviction_order(extents, int(PROTECTED_SHARE * self.max_bytes), latest_ns))
         while total + num_bytes > self.max_bytes or self._free_bytes() < MIN_FREE_BYTES + num_bytes:
             extent = next(candidates, None)
             if extent is None:
@@ -217,10 +221,14 @@ class StoreDirectory:
     def remove_namespace(self, fingerprint: bytes) -> int:
         """Deletes all extents of a namespace, those that are open too: their writers begin others. Returns their
         number."""
-        names = [one.name for one in self.list_extents() if one.namespace == fingerprint.hex()[:NAMESPACE_DIGITS]]
+        names = self.list_namespace(fingerprint)
         for name in names:
             self.remove(name)
         return len(names)
+
+    def list_namespace(self, fingerprint: bytes) -> list[str]:
+        """Returns the names of all extents of a namespace."""
+        return [one.name for one in self.list_extents() if one.namespace == fingerprint.hex()[:NAMESPACE_DIGITS]]
 
     def remove(self, name: str) -> None:
         """Deletes an extent. Processes that have it open read on."""
@@ -283,13 +291,21 @@ def _describe(name: str, namespace: str, status: os.stat_result) -> ExtentFile:
     return ExtentFile(name, namespace, status.st_ino, status.st_size, status.st_mtime_ns, status.st_atime_ns)
 
 
-def eviction_order(extents: Iterable[ExtentFile], max_protected_bytes: int) -> list[ExtentFile]:
+def eviction_order(
+    extents: Iterable[ExtentFile], max_protected_bytes: int, latest_ns: int = sys.maxsize
+) -> list[ExtentFile]:
     """Returns the extents in the order in which they are deleted: a segmented LRU.
 
     Those that were never used go first, the oldest before the newer. The most recently used ones are protected up to
-    `max_protected_bytes`; used ones beyond that are among the former.
+    `max_protected_bytes`; used ones beyond that are among the former. An extent of a time after `latest_ns` counts as
+    the oldest: the clock was set back since.
     """
-    used = sorted((e for e in extents if e.is_used), key=_age, reverse=True)
+
+    def age(extent: ExtentFile) -> tuple[int, str]:
+        time_ns = max(extent.used_ns, extent.written_ns)
+        return (time_ns if time_ns <= latest_ns else 0), extent.name
+
+    used = sorted((e for e in extents if e.is_used), key=age, reverse=True)
     protected: list[ExtentFile] = []
     room = max_protected_bytes
     for extent in used:
@@ -297,11 +313,7 @@ def eviction_order(extents: Iterable[ExtentFile], max_protected_bytes: int) -> l
         if room >= 0:
             protected.append(extent)
     kept = {extent.name for extent in protected}
-    return [*sorted((e for e in extents if e.name not in kept), key=_age), *reversed(protected)]
-
-
-def _age(extent: ExtentFile) -> tuple[int, str]:
-    return max(extent.used_ns, extent.written_ns), extent.name
+    return [*sorted((e for e in extents if e.name not in kept), key=age), *reversed(protected)]
 
 
 # -- the key --------------------------------------------------------------------------------------------------------

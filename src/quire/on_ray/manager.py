@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from quire.frontend.supervision.supervisor import RestartBudget
 from quire.interrupts import Wakeup
 from quire.logger import init_logger
 from quire.on_ray.placement import Placement, RayNode, Strategy, Wish, actor_environment, place_cores, place_engines
+from quire.wire.sockets import hold_port
 
 logger = init_logger(__name__)
 
@@ -62,8 +62,7 @@ class DPMoEEngineCoreActor(EngineCoreActor):
 
     def __init__(self, engine_config: bytes, fleet_key: bytes, engine: int) -> None:
         ip = ray.util.get_node_ip_address()
-        with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET) as free:
-            port = free.getsockname()[1]
+        port, self._held_port = hold_port(ip)  # for the life of the actor: the engine listens anew in each epoch
         self._agent = NodeAgent(
             decode_config(engine_config),
             engines=range(engine, engine + 1),

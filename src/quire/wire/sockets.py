@@ -8,12 +8,15 @@ binding side also needs a `CurveDoor`: without one it refuses every peer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import math
 import os
 import shutil
+import socket
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -196,11 +199,30 @@ def make_public_socket(
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, linger_ms)
-        (socket.bind if bind else socket.connect)(address)
+        (_bind if bind else zmq.Socket.connect)(socket, address)
     except BaseException:
         socket.close(linger=0)
         raise
     return socket
+
+
+def has_listener(path: str) -> bool:
+    """Returns whether a process listens at a Unix socket. Another that binds its path would take its clients."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # many wait there
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _bind(socket: zmq.Socket[Any], address: str) -> None:
+    if address.startswith("ipc://") and has_listener(address.removeprefix("ipc://")):
+        raise zmq.ZMQError(errno.EADDRINUSE)
+    socket.bind(address)
 
 
 def is_private(address: str) -> bool:
@@ -240,7 +262,7 @@ def make_peer_socket(
             _secure(socket, address, curve, is_server=bind)
         elif address.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)
-        (socket.bind if bind else socket.connect)(address)
+        (_bind if bind else zmq.Socket.connect)(socket, address)
     except BaseException:
         socket.close(linger=0)
         raise
@@ -264,6 +286,21 @@ def bound_address(socket: zmq.Socket[Any]) -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)  # a text option
     return endpoint.rstrip(b"\0").decode()
+
+
+def hold_port(host: str) -> tuple[int, socket.socket]:
+    """Returns a free port of this machine, and a socket that keeps it until it is closed, or its process has ended.
+
+    That socket does not listen. Another process may listen at the port by name, and again later; sockets that name no
+    port do not get it.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    port = held.getsockname()[1]
+    if sys.platform != "linux":  # others let nothing listen beside it
+        held.close()
+    return port, held
 
 
 def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from quire.kv_store.directory import StoreDirectory
 from quire.kv_store.peer import client as client_module
 from quire.kv_store.peer.client import PeerClient
 from quire.kv_store.record import make_header
+from quire.testing.failpoints import injected
 
 
 @pytest.fixture
@@ -76,6 +78,15 @@ def test_clear_deletes_the_records_and_keeps_the_key(directory: Path, capsys: py
     assert json.loads(capsys.readouterr().out)["freed_bytes"] > 3000
     assert {path.name for path in directory.iterdir()} == {"key", "lock", "mine.txt"}
     assert (directory / "key").read_bytes() == key
+
+
+def test_a_disk_that_fails_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(name: str, key: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with injected("kv.evict", fail):
+        assert main(["kv-store", "clear", str(directory)]) == 2
+    assert f"quire kv-store clear: {directory}: Read-only file system" in capsys.readouterr().err
 
 
 def test_serve_answers_until_it_is_told_to_end(

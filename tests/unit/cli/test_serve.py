@@ -83,6 +83,8 @@ def test_listeners_are_bound_where_they_are_asked_for(tmp_path: Path) -> None:
     assert listeners.url == f"unix:{path}"
     assert listeners.admin_url is not None
     assert listeners.admin_url.startswith("http://127.0.0.1:")
+    with pytest.raises(ConfigError, match=f"--uds {path} cannot be listened on: another process listens there"):
+        Listeners.bind(ServerConfig(uds=path))
     listeners.main.close()  # a server that was killed leaves the file
     again = Listeners.bind(ServerConfig(uds=path))
     again.close()

@@ -169,6 +169,15 @@ def test_flags_of_a_store_are_not_left_out_in_silence(connector: dict[str, Any])
             EngineArgs("demo", kv_transfer_config=transfer, **{name: value}).create_engine_config()
 
 
+@pytest.mark.parametrize("flags", [{"kv_store_size": "1G"}, {"kv_store_skip_salted": True}])
+def test_flags_of_a_store_without_one_are_refused(flags: dict[str, Any]) -> None:
+    (flag,) = ("--" + name.replace("_", "-") for name in flags)
+    with pytest.raises(ConfigError, match=f"{flag}: there is no store .*; add --kv-store DIR"):
+        EngineArgs("demo", **flags).create_engine_config()
+    remote = {"kv_store_remote": "tcp://127.0.0.1:14579"}
+    assert EngineArgs("demo", **flags, **remote).create_engine_config().kv_transfer_config.kv_connector == PEERS
+
+
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
 
 

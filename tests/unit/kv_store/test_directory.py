@@ -112,6 +112,22 @@ def test_a_use_is_noted_and_a_clock_set_back_does_no_harm(tmp_path: Path) -> Non
     assert used.written_ns == file.written_ns
 
 
+def test_what_is_written_after_the_clock_was_set_back_stays(tmp_path: Path) -> None:
+    """Extents from before it seem to be newer than those that follow, for as long as it was set back."""
+    store = open_store(tmp_path / "store", 10 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
+    later = time.time() + 86_400.0
+    for _ in range(9):
+        writer = fill(store)
+        writer.seal()
+        os.utime(store.path / writer.name, (later, later))
+    written = []
+    for _ in range(8):
+        writer = fill(store)
+        writer.seal()
+        written.append(writer.name)
+    assert {file.name for file in store.list_extents()} >= set(written)
+
+
 def test_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path / "store", 10 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
     fill(store).seal()

@@ -150,6 +150,44 @@ def test_a_namespace_is_dropped_and_no_other(taker: Taker, monkeypatch: pytest.M
     other.seal()
 
 
+def test_records_of_others_are_stored_while_a_namespace_is_dropped(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that are put into that namespace wait for the end: until then the index finds what will be gone."""
+    monkeypatch.setattr(taker_module, "SLICE_EXTENTS", 1)
+    index = StoreIndex(taker.directory, FINGERPRINT)
+    for number in range(3):
+        writer = StoreWriter(taker.directory)
+        assert writer.append(header_of(number), payload_of(number)) == ""
+        writer.seal()
+    index.scan()
+    ends: queue.Queue[str] = queue.Queue()
+
+    def put(number: int, fingerprint: bytes, name: str) -> None:
+        def is_there(key: RecordName) -> bool:
+            return fingerprint == FINGERPRINT and index.contains(key[1], key[0])
+
+        frames = taker.frames(number, fingerprint=fingerprint)
+        taker.taker.put(fingerprint, frames, is_there, lambda end: ends.put(f"{name} {end}"))
+
+    def on_evict(name: str, key: str) -> None:
+        if begun:
+            return
+        begun.append(name)
+        put(1, OTHER, "other")
+        put(2, FINGERPRINT, "own")
+        taker.taker.drop(FINGERPRINT, index.scan, lambda end: ends.put(f"again {end}"))
+
+    begun: list[str] = []
+    with injected("kv.evict", on_evict):
+        taker.taker.drop(FINGERPRINT, index.scan, lambda end: ends.put(f"first {end}"))
+        outcomes = [ends.get(timeout=120) for _ in range(4)]
+    assert outcomes == ["other stored", "first dropped", "own stored", "again dropped"]
+    assert [taker.find(number) for number in range(3)] == [False] * 3
+    assert taker.find(1, OTHER)
+    assert taker.taker._num_waiting_bytes == 0
+
+
 def test_what_was_written_long_ago_is_left_to_the_index(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("quire.kv_store.peer.taker.time.monotonic", lambda: now[0])

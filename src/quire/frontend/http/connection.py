@@ -188,7 +188,14 @@ class WaitingRoom:
             for listener in self._sockets
         ]
         await self._is_over.wait()
-        for server in servers:
+        for listener in self._sockets:
+            self._loop.remove_reader(listener)
+        await asyncio.sleep(0)  # what was accepted in this turn has a task now, which makes its transport
+        making = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in making:
+            task.cancel()  # it closes the transport
+        await asyncio.gather(*making, return_exceptions=True)
+        for server in servers:  # not before: a transport of a closed server cannot be made, and its client would hang
             server.close()
         for visitor in self.visitors:
             visitor.transport.close()

@@ -27,6 +27,7 @@ from quire.frontend.http.state import ServerState
 from quire.frontend.metrics.publish.stat_loggers import StatLoggerManager
 from quire.logger import init_logger
 from quire.timeline import release_garbage
+from quire.wire.sockets import has_listener
 
 logger = init_logger(__name__)
 
@@ -106,6 +107,8 @@ def bind_port(host: str | None, port: int, flag: str) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
+    if has_listener(path):
+        raise ConfigError(f"--uds {path} cannot be listened on: another process listens there; choose another one")
     listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError):

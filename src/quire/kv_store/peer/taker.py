@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.kv_store.access import StoreWriter
@@ -27,6 +27,8 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_WRITERS = 4
 """Most extents that are open at once: each counts in full. Workers of an engine have one each."""
 END_S = 1.0
+SLICE_EXTENTS = 8
+"""Extents of a namespace that are deleted at once: to delete one takes some milliseconds."""
 
 
 class _Put(NamedTuple):
@@ -65,6 +67,8 @@ class RecordTaker:
         """Writers by fingerprint; the one that was used longest ago first."""
         self._written: dict[tuple[bytes, RecordName], float] = {}
         """Records that were written lately, and when: a scan may not have found them yet. The oldest first."""
+        self._drops: dict[bytes, tuple[Iterator[bool], list[_Put | _Drop]]] = {}
+        """Drops that have begun, by fingerprint, and the orders for each namespace that wait for their end."""
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
         self._puts: queue.SimpleQueue[_Put | _Drop | None] = queue.SimpleQueue()
@@ -104,22 +108,29 @@ class RecordTaker:
     def _run(self) -> None:
         while not self._is_stopping:
             try:
-                put = self._puts.get(timeout=self._seconds_to_seal())
+                order = self._puts.get(timeout=0.0 if self._drops else self._seconds_to_seal())
             except queue.Empty:
                 for writer in self._writers.values():
                     writer.seal_if_old()
-                continue
-            if put is None:
-                break
-            if isinstance(put, _Drop):
-                put.report(self._drop(put))
-                continue
-            put.report(self._take(put))
-            with self._lock:
-                self._num_waiting_bytes -= put.num_bytes
-            del put
+            else:
+                if order is None:
+                    break
+                self._carry_out(order)
+                del order
+            if self._drops:
+                self._go_on_dropping()
         for writer in self._writers.values():
             writer.seal()
+
+    def _carry_out(self, order: _Put | _Drop) -> None:
+        if order.fingerprint in self._drops:
+            self._drops[order.fingerprint][1].append(order)
+        elif isinstance(order, _Drop):
+            self._drops[order.fingerprint] = self._drop(order), []
+        else:
+            order.report(self._take(order))
+            with self._lock:
+                self._num_waiting_bytes -= order.num_bytes
 
     def _seconds_to_seal(self) -> float | None:
         times = [seconds for writer in self._writers.values() if (seconds := writer.seconds_to_seal()) is not None]
@@ -148,20 +159,33 @@ class RecordTaker:
             self._written[name] = time.monotonic()
         return reason or "stored"
 
-    def _drop(self, order: _Drop) -> str:
-        """Returns the outcome of an order to delete records."""
-        writer = self._writers.pop(order.fingerprint, None)
+    def _drop(self, order: _Drop) -> Iterator[bool]:
+        """Deletes the records of a namespace. Yields between some extents and the next."""
+        writer, namespace = self._writers.pop(order.fingerprint, None), order.fingerprint.hex()[:NAMESPACE_DIGITS]
         if writer is not None:
             writer.seal()
         self._written = {name: ts for name, ts in self._written.items() if name[0] != order.fingerprint}
         try:
-            num_extents = self._directory.remove_namespace(order.fingerprint)
+            names = self._directory.list_namespace(order.fingerprint)
+            for first in range(0, len(names), SLICE_EXTENTS):
+                for name in names[first : first + SLICE_EXTENTS]:
+                    self._directory.remove(name)
+                yield True
             order.scan()
         except Exception as e:
-            logger.warning("the records of %s are not dropped: %s", order.fingerprint.hex()[:NAMESPACE_DIGITS], e)
-            return "error"
-        logger.info("a client has dropped %s: %d extents", order.fingerprint.hex()[:NAMESPACE_DIGITS], num_extents)
-        return DROPPED
+            logger.warning("the records of %s are not dropped: %s", namespace, e)
+            order.report("error")
+        else:
+            logger.info("a client has dropped %s: %d extents", namespace, len(names))
+            order.report(DROPPED)
+
+    def _go_on_dropping(self) -> None:
+        """Deletes some extents, so that records of other namespaces are written in between."""
+        fingerprint, (drop, later) = next(iter(self._drops.items()))
+        if not next(drop, False):
+            del self._drops[fingerprint]
+            for order in later:
+                self._carry_out(order)
 
     def _check(self, put: _Put) -> RecordHeader:
         """Returns the header of a record that is one. No length that it names is trusted: they must be those of the

@@ -146,10 +146,16 @@ class _IOThreads:
                 task.run()
             else:
                 _guard(writer.seal)
-                _guard(partial(self._directory.remove_namespace, task.fingerprint))
+                _guard(partial(self._drop, task.fingerprint))
             del task
         _guard(writer.seal)
         self._buffer.close()
+
+    def _drop(self, fingerprint: bytes) -> None:
+        try:
+            self._directory.remove_namespace(fingerprint)
+        except OSError as e:
+            logger.warning("the KV store %s: records are not deleted: %s", self._directory.path, e.strerror)
 
     def _run_hurried(self) -> None:
         while (task := self._hurried.get()) is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 
 import pytest
 
@@ -119,3 +121,35 @@ def test_two_doors_and_a_unix_socket(tmp_path: object) -> None:
             assert visit(second.getsockname(), b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 503")
         with socket.socket(socket.AF_UNIX) as later:  # the file is there still
             later.connect(path)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_connection_at_the_end_is_closed_or_left_to_the_server(num_turns: int) -> None:
+    """A connection is accepted and made in several turns of the loop; the end may come between any two of them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        room = WaitingRoom([listener])
+        is_held, goes_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            goes_on.wait(TIME_LIMIT_S)
+
+        def end_after(turns: int) -> None:
+            if turns:
+                room._loop.call_soon(end_after, turns - 1)
+            else:
+                room._is_over.set()
+
+        room.__enter__()
+        visit(listener.getsockname(), b"GET / HTTP/1.1\r\n\r\n")  # it accepts
+        room._loop.call_soon_threadsafe(hold)
+        is_held.wait(TIME_LIMIT_S)
+        visitor = socket.create_connection(listener.getsockname(), TIME_LIMIT_S)
+        room._loop.call_soon_threadsafe(end_after, num_turns)
+        goes_on.set()
+        room._thread.join()
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            listener.accept()[0].close()
+        with visitor:
+            assert visitor.recv(1) == b""

@@ -164,13 +164,13 @@ TRANSFERS: tuple[MetricSpec, ...] = (
     of_transfers(
         name="kv_store_blocks",
         kind="gauge",
-        help="KV blocks of this model in the store, at the last scan.",
+        help="KV blocks of this model in the store, as of the last step.",
         value=attrgetter("num_stored_blocks"),
     ),
     of_transfers(
         name="kv_store_bytes",
         kind="gauge",
-        help="Bytes of the store at the last scan, those of other models included.",
+        help="Bytes of the store as of the last step, those of other models included.",
         value=attrgetter("num_stored_bytes"),
     ),
 )
