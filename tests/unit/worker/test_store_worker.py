@@ -53,7 +53,7 @@ from quire.worker.kernels.library import Context, native_library
 from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.packs import commit_memory, take_memory
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
-from quire.worker.kv_transfer import transfers
+from quire.worker.kv_transfer import store_worker, transfers
 from quire.worker.kv_transfer.store_worker import StoreWorker
 from quire.worker.kv_transfer.transfers import MIN_RUN, NO_PLACE, BlockBytes
 from tests.checkpoints import MakeCheckpoint
@@ -104,6 +104,15 @@ class Engine:
 
     def wait(self) -> KVConnectorOutput:
         return self.reports.get(timeout=120)
+
+    def drop(self) -> str:
+        """Orders a drop. Returns its outcome."""
+        self.worker.start(KVConnectorMetadata(params={"drop": 1}))
+        info = self.wait().info
+        assert info is not None
+        number, outcomes = info["dropped"]
+        assert number == 1
+        return str(outcomes[str(self.worker.directory.path)])
 
     def next_id(self) -> int:
         self._next_id += 1
@@ -348,8 +357,7 @@ def test_a_thread_outlives_any_error(make_engine: Callable[..., Engine], place: 
             result = engine.save(keys[1:2], [2])
             assert (result.num_saved, result.outcome, result.reason) == (0, "failed", "error")
         else:  # a reset seals and deletes
-            engine.worker.start(KVConnectorMetadata(params={"reset": True}))
-            engine.save([], [])
+            assert engine.drop() == ("dropped" if place == "kv.seal" else "an error of this engine")
     assert hits == [place]
     assert engine.save(keys, [1, 2, 3]).num_saved == 3
     assert engine.load(keys, [[20, 21, 22]]).num_verified == 3
@@ -518,15 +526,34 @@ def test_a_reset_deletes_what_is_stored_of_this_model(make_engine: Callable[...,
     engine = make_engine()
     keys = make_keys(3)
     engine.save(keys, [1, 2, 3])
-    engine.worker.start(KVConnectorMetadata(params={"reset": True}))
-    engine.worker.close()
+    assert engine.drop() == "dropped"
     assert list((tmp_path / "store").glob("*.kvx")) == []
 
 
-def test_a_reset_before_the_namespace_is_known_does_nothing(make_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_reset_says_that_the_disk_fails(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    engine, goes_on = make_engine(), threading.Event()
+    engine.save(make_keys(1), [1])
+    if hangs:
+        monkeypatch.setattr(store_worker, "DROP_S", 0.01)
+
+    def fail(name: str, key: str) -> None:
+        if hangs:
+            goes_on.wait(120)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with injected("kv.evict", fail):
+        assert engine.drop() == ("not within 0 s" if hangs else "its disk fails: Read-only file system")
+        goes_on.set()
+        assert engine.save(make_keys(2), [1, 2]).num_saved == 2, "its thread goes on, and has reported once"
+
+
+def test_a_reset_before_the_namespace_is_known_is_refused(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     namespace, engine.worker.namespace = engine.worker.namespace, None
-    engine.worker.start(KVConnectorMetadata(params={"reset": True}))
+    assert engine.drop() == "the namespace is not known yet"
     engine.worker.namespace = namespace
     assert engine.save(make_keys(1), [1]).num_saved == 1, "its thread goes on"
 

@@ -32,7 +32,7 @@ from quire.logger import init_logger
 from quire.wire.block_hash import BlockHash
 from quire.wire.kv_cache import KVCacheConfig
 from quire.wire.kv_events import REMOTE
-from quire.wire.kv_peers import DROPPED, MAX_KEYS
+from quire.wire.kv_peers import MAX_KEYS
 from quire.wire.kv_transfer import (
     REJECTIONS,
     KVConnectorOutput,
@@ -80,44 +80,6 @@ class _Asked:
         return first
 
 
-class _Drops:
-    """Orders to block servers to drop the records of this engine, which have not ended."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._last = 0
-        self._open: dict[int, tuple[Future[bool], dict[int, dict[str, str]]]] = {}
-        """Ends of orders, and outcomes by rank and address, by number of the order."""
-
-    def begin(self) -> tuple[int, Future[bool]]:
-        """Begins an order. Returns its number, and its end: True if all servers have dropped all."""
-        self._last += 1
-        self._open[self._last] = Future(), {}
-        return self._last, self._open[self._last][0]
-
-    def add(self, rank: int, number: int, outcomes: dict[str, str]) -> None:
-        """Takes in a worker's report."""
-        if number not in self._open:
-            return
-        end, by_rank = self._open[number]
-        by_rank[rank] = outcomes
-        if len(by_rank) < self._num_workers:
-            return
-        del self._open[number]
-        failures = {
-            (address, outcome) for one in by_rank.values() for address, outcome in one.items() if outcome != DROPPED
-        }
-        for address, outcome in sorted(failures):
-            logger.warning("records of this model are not dropped at %s: %s", address, outcome)
-        end.set_result(not failures)
-
-    def end(self) -> None:
-        """Ends all orders: nothing will be reported."""
-        for end, _ in self._open.values():
-            end.set_result(False)
-        self._open.clear()
-
-
 class PeerScheduler(RecordScheduler):
     """Takes what peers have, and promises what they ask for."""
 
@@ -135,7 +97,6 @@ class PeerScheduler(RecordScheduler):
         """Requests that were not admitted yet, about which the tiers were asked."""
         self._server_states: dict[int, str] = {}
         """State (`ServerState`) of the block server that is written to, by rank."""
-        self._drops = _Drops(self.num_workers)
         if self.extra["tiers"] and self.extra["saves"]:
             self.remote_saves = RemoteSaves()
 
@@ -353,8 +314,6 @@ class PeerScheduler(RecordScheduler):
             self._server_states[output.rank] = info["store_state"]
         if "puts" in info and self.remote_saves is not None:
             self.remote_saves.add(output.rank, info["puts"])
-        if "dropped" in info:
-            self._drops.add(output.rank, *info["dropped"])
         for request_id, found in info.get("have", {}).items():
             if request_id in self._asked:
                 self._asked[request_id].answers[output.rank] = found
@@ -365,11 +324,7 @@ class PeerScheduler(RecordScheduler):
         self.limits.forget_all()
         if not self.extra["tiers"]:
             return True
-        self.message["drop"], end = self._drops.begin()
-        return end
-
-    def shutdown(self) -> None:
-        self._drops.end()
+        return self.order_drop()
 
     def set_weights(self, path: str) -> None:
         super().set_weights(path)

@@ -3,6 +3,7 @@ written, and audits of what is stored."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 from quire.config.engine import EngineConfig
@@ -10,8 +11,50 @@ from quire.engine.kv_cache.connector import KVConnectorScheduler, LoadAudits
 from quire.engine.kv_cache.stored_blocks import StoredBlocks
 from quire.engine.request import Request
 from quire.kv_store.write_limits import MAX_WRITE_BYTES_PER_S, WriteLimits
+from quire.logger import init_logger
 from quire.wire.kv_cache import KVCacheConfig
+from quire.wire.kv_peers import DROPPED
 from quire.wire.kv_transfer import KVConnectorOutput
+
+logger = init_logger(__name__)
+
+
+class Drops:
+    """Orders to drop the records of this engine that have not ended."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._last = 0
+        self._open: dict[int, tuple[Future[bool], dict[int, dict[str, str]]]] = {}
+        """Ends of orders, and outcomes by rank and place, by number of the order."""
+
+    def begin(self) -> tuple[int, Future[bool]]:
+        """Begins an order. Returns its number, and its end: True if all is dropped."""
+        self._last += 1
+        self._open[self._last] = Future(), {}
+        return self._last, self._open[self._last][0]
+
+    def add(self, rank: int, number: int, outcomes: dict[str, str]) -> None:
+        """Takes in a worker's report."""
+        if number not in self._open:
+            return
+        end, by_rank = self._open[number]
+        by_rank[rank] = outcomes
+        if len(by_rank) < self._num_workers:
+            return
+        del self._open[number]
+        failures = {
+            (place, outcome) for one in by_rank.values() for place, outcome in one.items() if outcome != DROPPED
+        }
+        for place, outcome in sorted(failures):
+            logger.warning("records of this model are not dropped at %s: %s", place, outcome)
+        end.set_result(not failures)
+
+    def end(self) -> None:
+        """Ends all orders: nothing will be reported."""
+        for end, _ in self._open.values():
+            end.set_result(False)
+        self._open.clear()
 
 
 class RecordScheduler(KVConnectorScheduler):
@@ -28,6 +71,7 @@ class RecordScheduler(KVConnectorScheduler):
         self.limits = WriteLimits(int(self.extra.get("max_write_bytes_per_s", MAX_WRITE_BYTES_PER_S)))
         self.message: dict[str, Any] = {}
         """Next message to the worker half."""
+        self._drops = Drops(self.num_workers)
         self._generation = 0
         """Number of times that the weights were replaced."""
         if self.extra.get("publish_store"):
@@ -53,6 +97,8 @@ class RecordScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         info = output.info or {}
+        if "dropped" in info:
+            self._drops.add(output.rank, *info["dropped"])
         if info.get("generation") != self._generation:
             return  # of other weights, or of no namespace
         if "fingerprint" in info:
@@ -67,6 +113,11 @@ class RecordScheduler(KVConnectorScheduler):
         """Notes that all workers have reported their namespaces, or one of them again."""
         return
 
+    def order_drop(self) -> Future[bool]:
+        """Orders the workers to drop all records of their namespaces. Returns the end: True if all is dropped."""
+        self.message["drop"], end = self._drops.begin()
+        return end
+
     def take_message(self) -> dict[str, Any] | None:
         message, self.message = self.message, {}
         return message or None
@@ -77,3 +128,6 @@ class RecordScheduler(KVConnectorScheduler):
         self.limits.forget_all()
         for stored in self.stored:
             stored.clear()
+
+    def shutdown(self) -> None:
+        self._drops.end()

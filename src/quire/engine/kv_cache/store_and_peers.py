@@ -140,8 +140,10 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
         return self._store.count_stored()
 
     def reset_cache(self) -> bool | Future[bool]:
-        at_servers = self._peers.reset_cache()  # even if the other fails
-        return self._store.reset_cache() and at_servers
+        ends = [part.reset_cache() for part in self._parts.values()]
+        if False in ends:
+            return False
+        return _join([end for end in ends if isinstance(end, Future)])
 
     def shutdown(self) -> None:
         for part in self._parts.values():
@@ -151,3 +153,16 @@ class StoreAndPeersScheduler(KVConnectorScheduler):
 def _part_of(order: LoadOrder) -> str:
     name: str = (order.params or {})[PART]
     return name
+
+
+def _join(ends: Sequence[Future[bool]]) -> Future[bool]:
+    """Returns a Future that ends with the last of `ends`: True if all are. They end on one thread."""
+    joined: Future[bool] = Future()
+
+    def note(end: Future[bool]) -> None:
+        if all(end.done() for end in ends) and not joined.done():
+            joined.set_result(all(end.result() for end in ends))
+
+    for end in ends:
+        end.add_done_callback(note)
+    return joined

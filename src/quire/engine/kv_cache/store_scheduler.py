@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -177,17 +178,17 @@ class StoreScheduler(RecordScheduler):
         index = self._index
         return NONE_STORED if index is None else index.counts
 
-    def reset_cache(self) -> bool:
-        """Drops the records of this namespace: from the index now, and from the directory soon."""
+    def reset_cache(self) -> bool | Future[bool]:
+        """Drops the records of this namespace: from the index now, and orders the workers to delete them."""
         if self._index is None:
             logger.warning("the KV store %s is not reset: its namespace is not known yet", self._directory.path)
             return False
         self._index.forget_all()
         self.limits.forget_all()
-        self.message["reset"] = True
-        return True
+        return self.order_drop()
 
     def shutdown(self) -> None:
+        super().shutdown()
         self._close_index()
         self._directory.close()
 

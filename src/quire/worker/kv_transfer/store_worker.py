@@ -22,10 +22,11 @@ from quire.kv_store.index import StoreScanner
 from quire.kv_store.record import RecordMac
 from quire.kv_store.watch import StoreWatcher
 from quire.logger import init_logger
-from quire.wire.kv_transfer import KVConnectorMetadata, SaveOrder
+from quire.wire.kv_peers import DROP_S, DROPPED
+from quire.wire.kv_transfer import KVConnectorMetadata, KVConnectorOutput, SaveOrder
 from quire.worker.kv_transfer.audit import Audit
 from quire.worker.kv_transfer.record_worker import RecordWorker, lower_priority
-from quire.worker.kv_transfer.transfers import Load, Namespace, Save, Written
+from quire.worker.kv_transfer.transfers import Load, Save, Written
 
 logger = init_logger(__name__)
 
@@ -57,8 +58,20 @@ class StoreWorker(RecordWorker):
             write = self._make_save(save)
             self.begin(save.save_id, write)
             self._io.saves.put(write)
-        if orders.params and orders.params.get("reset") and self.namespace is not None:
-            self._io.saves.put(self.namespace)
+        if orders.params and "drop" in orders.params:
+            self._drop_records(orders.params["drop"])
+
+    def _drop_records(self, number: int) -> None:
+        """Deletes the records of this namespace, and reports the outcome."""
+        namespace, place = self.namespace, str(self.directory.path)
+
+        def report(outcome: str) -> None:
+            self._report(KVConnectorOutput(info={"dropped": [number, {place: outcome}]}))
+
+        if namespace is None:
+            report("the namespace is not known yet")
+        else:
+            self._io.saves.put(_Drop(namespace.fingerprint, self.directory, report))
 
     def make_watcher(self, fingerprint: bytes, report: Callable[..., None]) -> StoreScanner:
         return StoreScanner(StoreWatcher(self.directory, fingerprint, report))
@@ -78,13 +91,40 @@ class StoreWorker(RecordWorker):
         return self._io.stop(END_S)
 
 
+class _Drop:
+    """An order to delete the records of a namespace. Reports the outcome within DROP_S."""
+
+    def __init__(self, fingerprint: bytes, directory: StoreDirectory, report: Callable[[str], None]) -> None:
+        self._fingerprint, self._directory, self._report = fingerprint, directory, report
+        self._has_ended = threading.Lock()
+        """Taken by the report."""
+        self._timer = threading.Timer(DROP_S, self._end, (f"not within {DROP_S:.0f} s",))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def run(self) -> None:
+        """Deletes the records."""
+        outcome = "an error of this engine"
+        try:
+            self._directory.remove_namespace(self._fingerprint)
+            outcome = DROPPED
+        except OSError as e:
+            outcome = f"its disk fails: {e.strerror}"
+        finally:
+            self._timer.cancel()
+            self._end(outcome)
+
+    def _end(self, outcome: str) -> None:
+        if self._has_ended.acquire(blocking=False):
+            self._report(outcome)
+
+
 class _IOThreads:
     """The threads of loads and of saves."""
 
     def __init__(self, directory: StoreDirectory, num_load_threads: int) -> None:
         self.loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self.saves: queue.Queue[Save | Audit | Namespace | None] = queue.Queue()
-        """A namespace stands for the order to delete its records."""
+        self.saves: queue.Queue[Save | Audit | _Drop | None] = queue.Queue()
         self._hurried: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         """Saves that have become old, for the thread of the engine's priority."""
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -129,7 +169,7 @@ class _IOThreads:
     def _run_saves(self) -> None:
         lower_priority()
         writer = self._writer
-        task: Save | Audit | Namespace | None
+        task: Save | Audit | _Drop | None
         while not self._is_stopping:
             try:
                 task = self.saves.get(timeout=writer.seconds_to_seal())
@@ -146,16 +186,10 @@ class _IOThreads:
                 task.run()
             else:
                 _guard(writer.seal)
-                _guard(partial(self._drop, task.fingerprint))
+                _guard(task.run)
             del task
         _guard(writer.seal)
         self._buffer.close()
-
-    def _drop(self, fingerprint: bytes) -> None:
-        try:
-            self._directory.remove_namespace(fingerprint)
-        except OSError as e:
-            logger.warning("the KV store %s: records are not deleted: %s", self._directory.path, e.strerror)
 
     def _run_hurried(self) -> None:
         while (task := self._hurried.get()) is not None:

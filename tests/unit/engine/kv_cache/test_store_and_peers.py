@@ -150,7 +150,10 @@ def test_blocks_are_saved_to_the_store_and_leased_to_peers(both: Both) -> None:
     lease = both.half.name_lease(prefilled)
     assert lease is not None
     assert (both.half.make_transfer_params(prefilled, lease, 28) or {})["remote_num_tokens"] == 28
-    assert both.half.reset_cache() is True
+    end = both.half.reset_cache()
+    assert isinstance(end, Future)
+    both.half.shutdown()
+    assert end.result(timeout=0) is False
     both.half.set_weights("elsewhere")
     assert both.half.reset_cache() is False
 
@@ -159,12 +162,21 @@ def test_blocks_are_saved_to_the_store_and_leased_to_peers(both: Both) -> None:
 def test_a_reset_is_of_the_store_and_of_servers(both: Both) -> None:
     end = both.half.reset_cache()
     assert isinstance(end, Future)
-    assert both.half.take_message() == {"store": {"reset": True}, "peers": {"drop": 1}}
+    assert both.half.take_message() == {"store": {"drop": 1}, "peers": {"drop": 1}}
     both.tell("peers", {"dropped": [1, {SERVER: "dropped"}]})
+    assert not end.done()
+    both.tell("store", {"dropped": [1, {"/store": "dropped"}]})
     assert end.result(timeout=0) is True
+    for failing, other in ("store", "peers"), ("peers", "store"):
+        end = both.half.reset_cache()
+        assert isinstance(end, Future)
+        number = both.half.take_message()["peers"]["drop"]
+        both.tell(failing, {"dropped": [number, {"there": "its disk fails"}]})
+        both.tell(other, {"dropped": [number, {"there": "dropped"}]})
+        assert end.result(timeout=0) is False
     both.half.set_weights("elsewhere")
     assert both.half.reset_cache() is False
-    assert both.half.take_message() == {"peers": {"drop": 2}}
+    assert both.half.take_message() == {"peers": {"drop": 4}}
 
 
 @pytest.mark.parametrize("both", [{"tiers": [SERVER], "audit_share": 1.0}], indirect=True)

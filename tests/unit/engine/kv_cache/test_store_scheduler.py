@@ -352,9 +352,12 @@ def test_a_reset_drops_what_is_stored(stores: Any) -> None:
     store, request = stores(), request_of(17)
     store.write(request, [0, 1])
     store.identify()
-    assert store.half.reset_cache()
+    ends = [store.half.reset_cache() for _ in range(2)]
     assert store.num_matched(request) == 0
-    assert store.half.take_message() == {"reset": True}
+    assert store.half.take_message() == {"drop": 2}
+    for number, outcome in (1, "dropped"), (2, "its disk fails"):
+        store.half.update_connector_output(KVConnectorOutput(info={"dropped": [number, {"/store": outcome}]}))
+    assert [end.result(timeout=0) for end in ends] == [True, False]
     assert store.half.build_connector_meta(SchedulerOutput()) is None
     store.half.set_weights("/new")
     assert not store.half.reset_cache(), "its namespace is not known"
