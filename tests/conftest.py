@@ -7,7 +7,6 @@ others.
 from __future__ import annotations
 
 import gc
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

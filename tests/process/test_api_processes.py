@@ -91,8 +91,8 @@ def check_answers(server: ServerProcess, num_processes: int) -> None:
 
 
 def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess) -> None:
-    """And the responses that it has stored, which are said to be gone. What it has counted stays in the metrics of all,
-    which every process tells."""
+    """And the responses that it has stored, which are said to be gone. What it has counted stays in the metrics of
+    the server, which every process shows."""
     victim, other = pair.api_pids()
     core, ledger = pair.core_pid(), Ledger(pair)
     for number, pid in enumerate((victim, other)):
@@ -138,7 +138,7 @@ class Ledger:
         self._server, self._audit = server, MetricsAudit(one_clock=False)
 
     def count_tokens(self, pid: int) -> float:
-        """Returns how many tokens the server has generated, as process `pid` tells it."""
+        """Returns how many tokens the server has generated, as process `pid` shows it."""
         text = client_of(self._server, pid, KEY).ask("GET", "/metrics")[1]
         exposition = read_exposition(text)
         # A process that was started again has the number of the one before it, and has used less time than that.

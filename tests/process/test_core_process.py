@@ -338,7 +338,7 @@ def test_it_gives_requests_time_to_finish(peer: Peer, pace: Pace) -> None:
 
 
 def test_asked_twice_it_stops_now(peer: Peer) -> None:
-    """By either signal."""
+    """The second signal is the other one."""
     peer.start(make_config("Patient", shutdown_timeout=600.0))
     client = peer.client
     begin(client, "a")

@@ -172,7 +172,7 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
     asyncio.run(asyncio.wait_for(run(), 5 * TIME_LIMIT_S))
 
 
-def test_the_books_of_drafts_add_up_and_an_idle_server_ends() -> None:
+def test_the_books_of_drafts_add_up() -> None:
     """Answers have the figures of their drafts, and these are all drafts of the server. At its end a signal goes to
     every process."""
     text = "the scheduler decides at every step which requests run, "
