@@ -36,6 +36,8 @@ NUM_SERVER_WORKERS = 2
 """Number of workers whose tests may start servers."""
 
 
+SHOWN_S = 0.005
+"""`--durations` shows no shorter ones."""
 _DIRECTORY = "worker-"
 
 
@@ -187,13 +189,15 @@ class Workers:
 
 
 class _Reports:
-    """Collects the reports of a test."""
+    """Collects the reports of a test, but those of a set-up or an end in which nothing came to pass."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self.data: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed and not report.sections and report.duration < SHOWN_S:
+            return
         self.data.append(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
     def take(self) -> list[Any]:

@@ -81,3 +81,8 @@ def test_frontend_does_not_load_torch() -> None:
 
 def test_engine_does_not_load_torch() -> None:
     assert "torch" not in _loaded_after("import quire.engine.core, quire.engine.executor.uniproc")
+
+
+def test_an_engine_core_starts_without_what_only_frontends_need() -> None:
+    """Importing is most of what starting a core again takes, while requests wait."""
+    assert not _loaded_after("import quire.engine.proc") & {"torch", "asyncio", "ssl"}

@@ -46,11 +46,11 @@ def seen(outputs: list[RequestOutput]) -> list[Any]:
 
 COMPANIES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "whole": ({}, (0, 1, 2)),
-    "chunks of 7": ({"max_num_batched_tokens": 7, "max_num_seqs": 7}, (0, 2)),
+    "chunks of 7": ({"max_num_batched_tokens": 7, "max_num_seqs": 7}, (2,)),
     "preempted": ({"num_gpu_blocks_override": 10, "enable_prefix_caching": False}, (1,)),
     "speculated": (
         {"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False}},
-        (0, 1),
+        (0,),
     ),
 }
 """Flags, and which of PARAMS; the others with -m slow."""

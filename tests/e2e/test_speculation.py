@@ -52,6 +52,7 @@ REQUESTS = [
     for question in QUESTIONS[i % 2 :: 2]
 ]
 """Each with a question and a text that repeats itself."""
+ALL, SOME = slice(None), slice(0, None, 3)
 
 
 @contextmanager
@@ -73,8 +74,8 @@ def engine(model: str = "demo", **arguments: Any) -> Iterator[LLM]:
         gc.collect()
 
 
-def answers(llm: LLM) -> list[RequestOutput]:
-    return llm.generate([q for q, _ in REQUESTS], [p for _, p in REQUESTS], use_tqdm=False)
+def answers(llm: LLM, some: slice = ALL) -> list[RequestOutput]:
+    return llm.generate([q for q, _ in REQUESTS[some]], [p for _, p in REQUESTS[some]], use_tqdm=False)
 
 
 def seen(outputs: list[RequestOutput]) -> list[Any]:
@@ -176,7 +177,7 @@ def test_a_prediction_changes_nothing_but_the_time(alone: list[RequestOutput], m
 def test_a_drafter_that_fails_costs_no_token(alone: list[RequestOutput], caplog: pytest.LogCaptureFixture) -> None:
     model = f"{FailingDrafter.__module__}:{FailingDrafter.__name__}"
     with engine(speculative_config={"model": model, "num_speculative_tokens": 4}) as llm:
-        assert seen(answers(llm)) == seen(alone)
+        assert seen(answers(llm, SOME)) == seen(alone[SOME])
     assert caplog.text.count("the drafter failed") == 1
 
 

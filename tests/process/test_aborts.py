@@ -94,19 +94,19 @@ def _has_grown(path: Path, size: int) -> bool:
     return _size(path) > size
 
 
-@pytest.mark.parametrize("place", IN_CLIENT)
-def test_aborted_in_the_frontend(place: str) -> None:
+def test_aborted_in_the_frontend() -> None:
     hits: list[str] = []
 
     async def run() -> None:
         async with running(fake_args(max_model_len=MAX_MODEL_LEN)) as engine:
-            for number, (kind, n) in enumerate(VARIANTS):
-                hits.clear()
-                await _abort_one(engine, f"r{number}", kind, n, lambda: bool(hits))
-                await check_free(engine)
+            for place in IN_CLIENT:
+                with injected(place, lambda name, _: hits.append(name)):
+                    for number, (kind, n) in enumerate(VARIANTS):
+                        hits.clear()
+                        await _abort_one(engine, f"{place}-{number}", kind, n, lambda: bool(hits))
+                        await check_free(engine)
 
-    with injected(place, lambda name, _: hits.append(name)):
-        asyncio.run(run())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -149,25 +149,24 @@ def _add_byte(path: Path) -> None:
         file.write(b".")
 
 
-@pytest.mark.parametrize(
-    ("kind", "n"), [*DIAGONALS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in DIAGONALS[1])]
-)
-def test_aborted_while_the_core_drains(kind: RequestOutputKind, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variants", [DIAGONALS[0], pytest.param(DIAGONALS[1], marks=pytest.mark.slow)])
+def test_aborted_while_the_core_drains(variants: list[tuple[RequestOutputKind, int]]) -> None:
     """A core that another process has asked to stop waits for its last request no longer."""
 
     async def run() -> None:
         async with running(fake_args(max_model_len=MAX_MODEL_LEN, shutdown_timeout=60.0)) as engine:
-            drained = engine.core_pid
+            for number, (kind, n) in enumerate(variants):
+                drained = engine.core_pid
 
-            def is_there() -> bool:
-                if engine.client.num_live_requests < n:
-                    return False
-                engine.signal_core(signal.SIGTERM)
-                return True
+                def is_there(n: int = n) -> bool:
+                    if engine.client.num_live_requests < n:
+                        return False
+                    engine.signal_core(signal.SIGTERM)
+                    return True
 
-            await _abort_one(engine, "r", kind, n, is_there)
-            await _poll(lambda: engine.core_pid not in (None, drained) and engine.llm.is_ready)
-            await check_free(engine)
+                await _abort_one(engine, f"r{number}", kind, n, is_there)
+                await _poll(lambda drained=drained: engine.core_pid not in (None, drained) and engine.llm.is_ready)
+                await check_free(engine)
 
     asyncio.run(run())
 

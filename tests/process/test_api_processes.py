@@ -91,9 +91,15 @@ def check_answers(server: ServerProcess, num_processes: int) -> None:
 
 
 def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess) -> None:
-    """And the responses that it has stored, which are said to be gone."""
+    """And the responses that it has stored, which are said to be gone. What it has counted stays in the metrics of
+    the server, which every process shows."""
     victim, other = pair.api_pids()
-    core = pair.core_pid()
+    core, ledger = pair.core_pid(), Ledger(pair)
+    for number, pid in enumerate((victim, other)):
+        stream = Stream(client_of(pair, pid, KEY), [52 + number], 7)
+        assert stream.read() == stream.expected
+    total = ledger.count_tokens(victim)
+    assert ledger.count_tokens(other) == total
     _, stored = client_of(pair, victim, KEY).ask("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 2})
     path = f"/v1/responses/{stored['id']}"
     theirs = [Stream(client_of(pair, victim, KEY), [60 + i], 1000) for i in range(3)]
@@ -117,23 +123,43 @@ def test_the_death_of_one_process_costs_its_own_streams_only(pair: ServerProcess
     wait_whole(pair, core)
     (again,) = set(pair.api_pids()) - {other}
     assert again != victim
+    since = ledger.count_tokens(other)
+    assert since >= total + sum(len(stream.tokens) for stream in ours), "what the dead one had counted is lost"
+    assert ledger.count_tokens(again) == since
     late = Stream(client_of(pair, again, KEY), [80], 30)
     assert late.read() == late.expected
+    assert ledger.count_tokens(other) == since + 30
 
 
-def test_a_server_whose_processes_die_again_and_again_serves_on(pair: ServerProcess) -> None:
-    """One after the other, at every moment of their lives."""
+class Ledger:
+    """The metrics of a server, checked at every look."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server, self._audit = server, MetricsAudit(one_clock=False)
+
+    def count_tokens(self, pid: int) -> float:
+        """Returns how many tokens the server has generated, as process `pid` shows it."""
+        text = client_of(self._server, pid, KEY).ask("GET", "/metrics")[1]
+        exposition = read_exposition(text)
+        # A process that was started again has the number of the one before it, and has used less time than that.
+        exposition.families = [f for f in exposition.families if not f.name.startswith(("process_", "python_"))]
+        self._audit.check(exposition)
+        (total,) = re.findall(r"(?m)^vllm:generation_tokens_total\{.*\} (\S+)$", text)
+        return float(total)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_whose_processes_end_again_and_again_serves_on(pair: ServerProcess, signum: int) -> None:
+    """One is killed or asked to end alone; another one follows it, and the others stay."""
     core = pair.core_pid()
-    for number in range(2):
-        victim = pair.api_pids()[0]
-        client = client_of(pair, pair.api_pids()[-1], KEY)
-        stream = Stream(client, [90 + number], 1000)
-        os.kill(victim, signal.SIGKILL)
-        with pair.pace.hurried():
-            assert stream.read() == stream.expected
-        wait_until(lambda gone=victim: gone not in pair.api_pids())  # type: ignore[misc]
-        wait_until(lambda: len(pair.api_pids()) == 2)
+    victim, other = pair.api_pids()
+    stream = Stream(client_of(pair, other, KEY), [90], 1000)
+    os.kill(victim, signum)
+    with pair.pace.hurried():
+        assert stream.read() == stream.expected
+    wait_until(lambda: victim not in pair.api_pids())
     wait_whole(pair, core)
+    assert other in pair.api_pids()
 
 
 def test_streams_of_all_processes_survive_the_death_of_the_core(pair: ServerProcess) -> None:
@@ -274,34 +300,6 @@ def test_a_pause_is_of_the_whole_server_and_survives_the_core_and_the_process(pa
     assert stream.read() == stream.expected
 
 
-def test_metrics_of_any_process_tell_of_all_of_them_and_of_the_dead(pair: ServerProcess) -> None:
-    audit = MetricsAudit(one_clock=False)
-    core = pair.core_pid()
-    victim, other = pair.api_pids()
-    for pid in (victim, other):
-        stream = Stream(client_of(pair, pid, KEY), [50], 7)
-        assert stream.read() == stream.expected
-
-    def scrape(pid: int) -> float:
-        text = client_of(pair, pid, KEY).ask("GET", "/metrics")[1]
-        exposition = read_exposition(text)
-        # A process that was started again has the number of the one before it, and has used less time than that.
-        exposition.families = [f for f in exposition.families if not f.name.startswith(("process_", "python_"))]
-        audit.check(exposition)
-        (total,) = re.findall(r"(?m)^vllm:generation_tokens_total\{.*\} (\S+)$", text)
-        return float(total)
-
-    total = scrape(victim)
-    assert scrape(other) == total
-    os.kill(victim, signal.SIGKILL)
-    wait_whole(pair, core)
-    for pid in pair.api_pids():
-        assert scrape(pid) == total
-    stream = Stream(client_of(pair, pair.api_pids()[-1], KEY), [51], 9)
-    assert stream.read() == stream.expected
-    assert scrape(other) == total + 9
-
-
 def noted(notes: Path) -> set[tuple[int, str]]:
     """Returns the notes of the stat loggers: the process of each, and which statistics it received."""
     return {(int(pid), of) for pid, of in map(str.split, notes.read_text().splitlines())}
@@ -406,17 +404,6 @@ def check_log_of_the_end(server: ServerProcess) -> None:
     assert "starting engine core" not in log, log
     assert "starting API process" not in log, log
     assert " ERROR " not in log, log
-
-
-def test_an_api_process_asked_to_end_alone_is_followed_by_another(pair: ServerProcess) -> None:
-    core = pair.core_pid()
-    victim, other = pair.api_pids()
-    stream = Stream(client_of(pair, other, KEY), [77], 20)
-    os.kill(victim, signal.SIGTERM)
-    assert stream.read() == stream.expected
-    wait_until(lambda: victim not in pair.api_pids())
-    wait_whole(pair, core)
-    assert other in pair.api_pids()
 
 
 def test_a_poison_costs_two_cores_and_fails_alone(pair: ServerProcess) -> None:

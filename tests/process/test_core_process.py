@@ -55,6 +55,14 @@ def make_peer() -> Iterator[Callable[..., Peer]]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[Peer]:
+    """A core of two frontends that serves. A test leaves it without requests, and uses names of its own."""
+    with tempfile.TemporaryDirectory(prefix="quire-test-") as directory, Peer(Path(directory), 2) as made:
+        made.start()
+        yield made
+
+
 @pytest.fixture
 def peer(make_peer: Callable[..., Peer]) -> Peer:
     return make_peer()
@@ -149,9 +157,8 @@ def test_a_start_can_be_stopped(peer: Peer) -> None:
 # -- requests --------------------------------------------------------------------------------------------------
 
 
-def test_requests_and_aborts(peer: Peer) -> None:
-    peer.start()
-    client = peer.client
+def test_requests_and_aborts(served: Peer) -> None:
+    client = served.client
     client.add("a", [1, 2, 3], max_tokens=5)
     client.add("b", range(100), max_tokens=30)
     begin(client, "long")
@@ -168,53 +175,52 @@ def test_requests_and_aborts(peer: Peer) -> None:
     assert client.finish_reason("long") is None
 
 
-def test_a_request_that_cannot_be_served_fails_alone(peer: Peer) -> None:
-    peer.start()
-    client = peer.client
+def test_a_request_that_cannot_be_served_fails_alone(served: Peer) -> None:
+    client = served.client
     begin(client, "neighbour", max_tokens=100)
-    client.add("long", [1] * 5000)
+    client.add("too long", [1] * 5000)
     client.add("empty", [])
     client.send(ADD, ["odd", [1], None, None, 0.0])
     client.send(ADD, ["no tokens", "text", {}, None, 0.0])
-    client.wait_finished("long", "empty", "odd", "no tokens", "neighbour")
-    assert {client.finish_reason(i) for i in ("long", "empty", "odd", "no tokens")} == {ERROR}
-    assert "has 5000 tokens" in client.error_message("long")
+    client.wait_finished("too long", "empty", "odd", "no tokens", "neighbour")
+    assert {client.finish_reason(i) for i in ("too long", "empty", "odd", "no tokens")} == {ERROR}
+    assert "has 5000 tokens" in client.error_message("too long")
     assert "no prompt tokens" in client.error_message("empty")
     assert "either sampling or pooling" in client.error_message("odd")
     assert "Expected `array | null`, got `str`" in client.error_message("no tokens")
     assert client.tokens("neighbour") == expected_tokens([1, 2, 3], 100)
 
 
-def test_a_control_call_is_answered_or_refused_with_the_reason(peer: Peer) -> None:
-    peer.start()
-    client = peer.client
+def test_a_control_call_is_answered_or_refused_with_the_reason(served: Peer) -> None:
+    client = served.client
     assert client.call("get_supported_tasks")[1:3] == [None, ["generate"]]
     assert client.call("collective_rpc", "echo", None, [1, "two"])[2] == [[1, "two"]]
     assert client.call("collective_rpc", "collects")[2] == [True], "the garbage collector rested for the start only"
     assert "no control verb 'launch'" in client.call("launch")[1]
     assert client.call("collective_rpc", "fail")[1] == "Call to collective_rpc method failed: asked to fail"
     assert "cannot be sent" in client.call("collective_rpc", "weird")[1]
-    begin(client, "a", max_tokens=60)
+    begin(client, "unpaused", max_tokens=60)
     assert client.call("pause_scheduler", "wait")[1:3] == [None, None]  # the answer comes later, from a Future
-    assert client.finish_reason("a") == LENGTH
+    assert client.finish_reason("unpaused") == LENGTH
     assert client.call("is_scheduler_paused")[2] is True
+    client.call("resume_scheduler")
+    assert client.call("is_scheduler_paused")[2] is False
 
 
 # -- many frontends --------------------------------------------------------------------------------------------
 
 
-def test_frontends_get_their_own_outputs(make_peer: Callable[..., Peer]) -> None:
-    peer = make_peer(2)
-    peer.start()
-    first, second = peer.clients
-    first.add("a", [1], max_tokens=20)
-    second.add("b", [2], max_tokens=20)
-    first.wait_finished("a")
-    second.wait_finished("b")
-    assert set(first.outputs) == {"a"}
-    assert set(second.outputs) == {"b"}
+def test_frontends_get_their_own_outputs(served: Peer) -> None:
+    first, second = served.clients
+    before = set(first.outputs), dict(first.answers)
+    first.add("of the first", [1], max_tokens=20)
+    second.add("of the second", [2], max_tokens=20)
+    first.wait_finished("of the first")
+    second.wait_finished("of the second")
+    assert set(first.outputs) == before[0] | {"of the first"}
+    assert set(second.outputs) == {"of the second"}
     assert second.call("is_sleeping")[2] is False
-    assert not first.answers
+    assert first.answers == before[1]
 
 
 def test_a_frontend_that_is_gone_takes_its_requests_with_it(make_peer: Callable[..., Peer], pace: Pace) -> None:
@@ -297,7 +303,7 @@ def test_the_end_of_the_pipe_is_enough(peer: Peer) -> None:
 # -- the way out -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_asked_to_stop_it_ends_every_request(peer: Peer, number: signal.Signals) -> None:
     peer.start(make_config("Patient"))
     client = peer.client
@@ -332,13 +338,14 @@ def test_it_gives_requests_time_to_finish(peer: Peer, pace: Pace) -> None:
 
 
 def test_asked_twice_it_stops_now(peer: Peer) -> None:
+    """The second signal is the other one."""
     peer.start(make_config("Patient", shutdown_timeout=600.0))
     client = peer.client
     begin(client, "a")
     assert peer.process is not None
     peer.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "shutting down" in peer.log)
-    peer.process.send_signal(signal.SIGTERM)
+    peer.process.send_signal(signal.SIGINT)
     client.wait_finished("a")
     assert client.finish_reason("a") == ABORTED
     assert peer.wait_exit() == 0

@@ -139,6 +139,7 @@ def test_an_engine_that_cannot_start_leaves_the_others_as_they_were(monkeypatch:
 
 
 def test_a_request_that_kills_its_engine_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the two engines refuse what cannot be done with them."""
     monkeypatch.setenv("QUIRE_FAILPOINTS", "core.step.execute=segv,key=poison")
 
     async def run() -> None:
@@ -164,8 +165,28 @@ def test_a_request_that_kills_its_engine_reaches_no_other(monkeypatch: pytest.Mo
             restarts = sorted(sum(status.restarts.values()) for status in client.list_engines())
             assert restarts[0] == 0, "one engine has not noticed"
             assert restarts[1] in (1, 2)
+            await wait_for(lambda: client.num_engines_up == 2)
+            await check_refused_operations(engine)
 
     asyncio.run(run())
+
+
+async def check_refused_operations(engine: Engine) -> None:
+    """Ends with engine 1 alone."""
+    client = dp_client(engine)
+    with pytest.raises(ValidationError, match="1 to 64 engines"):
+        await client.scale(0)
+    with pytest.raises(NotFoundError, match="there is no engine 7; there are 0, 1"):
+        await client.restart_engine(7)
+    await client.drain_engine(0)
+    with pytest.raises(ClientError, match="engine 1 is the only one that takes requests"):
+        await client.drain_engine(1)
+    await client.resume_engine(0)
+    await client.remove_engine(0)
+    with pytest.raises(ClientError, match="engine 1 is the last one"):
+        await client.remove_engine(1)
+    with pytest.raises(ValidationError, match=r"name an engine of this server \(1\), got 0"):
+        await engine.llm.add_request("r", {"prompt_token_ids": [1]}, SamplingParams(), data_parallel_rank=0)
 
 
 def test_a_program_with_several_engines() -> None:
@@ -212,27 +233,6 @@ def test_several_engines_need_processes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("QUIRE_ENABLE_MULTIPROCESSING", "0")
     with pytest.raises(ConfigError, match="--data-parallel-size 2: several engines need processes of their own"):
         LLM(**fake_args(data_parallel_size=2).non_default)
-
-
-def test_operations_that_are_refused() -> None:
-    async def run() -> None:
-        async with running(fake_args(data_parallel_size=2)) as engine:
-            client = dp_client(engine)
-            with pytest.raises(ValidationError, match="1 to 64 engines"):
-                await client.scale(0)
-            with pytest.raises(NotFoundError, match="there is no engine 7; there are 0, 1"):
-                await client.restart_engine(7)
-            await client.drain_engine(0)
-            with pytest.raises(ClientError, match="engine 1 is the only one that takes requests"):
-                await client.drain_engine(1)
-            await client.resume_engine(0)
-            await client.remove_engine(0)
-            with pytest.raises(ClientError, match="engine 1 is the last one"):
-                await client.remove_engine(1)
-            with pytest.raises(ValidationError, match=r"name an engine of this server \(1\), got 0"):
-                await engine.llm.add_request("r", {"prompt_token_ids": [1]}, SamplingParams(), data_parallel_rank=0)
-
-    asyncio.run(run())
 
 
 def _get(url: str) -> Any:

@@ -18,7 +18,13 @@ from .harness import Assassin, FakeLoad, fake_args, read, running
 NUM_STREAMS = 64
 
 
-async def _run(num_kills: int, seed: int, max_gap: int, is_enough: Callable[[], bool] = lambda: False) -> None:
+async def _run(
+    num_kills: int,
+    seed: int,
+    max_gap: int,
+    is_enough: Callable[[], bool] = lambda: False,
+    num_streams: int = NUM_STREAMS,
+) -> None:
     """Kills the core so often, or until it `is_enough`."""
     rng = random.Random(seed)
     history, load = History(), FakeLoad(rng)
@@ -34,12 +40,12 @@ async def _run(num_kills: int, seed: int, max_gap: int, is_enough: Callable[[], 
                 request_id, prompt, params = load.make()
                 await read(engine, history, request_id, {"prompt_token_ids": prompt}, params, on_progress)
 
-        await asyncio.gather(*(read_on() for _ in range(NUM_STREAMS)))
+        await asyncio.gather(*(read_on() for _ in range(num_streams)))
         counts = engine.counts
         assert engine.llm.get_num_unfinished_requests() == 0
     assert history.problems() == []
     assert history.token_differences(load.expected) == []
-    assert len(history.streams) == len(load.expected) >= NUM_STREAMS
+    assert len(history.streams) == len(load.expected) >= num_streams
     assert counts["resumed_requests"] > num_kills, "kills met no live streams"
     assert counts["poisoned_requests"] == 0
 
@@ -74,4 +80,4 @@ def test_a_journal_that_forgets_a_token_is_found_out(forgotten: slice, monkeypat
 
     monkeypatch.setattr(JournalEntry, "make_request", forgetful)
     with pytest.raises(AssertionError, match=r"tokens|ends"):
-        asyncio.run(_run(50, 3, max_gap=6000, is_enough=lambda: num_forgotten > 0))
+        asyncio.run(_run(50, 3, max_gap=600, is_enough=lambda: num_forgotten > 0, num_streams=16))

@@ -173,7 +173,8 @@ def test_a_crowd_some_of_whom_leave_while_the_core_dies(server: ServerProcess) -
 
 
 def test_the_books_of_drafts_add_up() -> None:
-    """Answers have the figures of their drafts, and these are all drafts of the server."""
+    """Answers have the figures of their drafts, and these are all drafts of the server. At its end a signal goes to
+    every process."""
     text = "the scheduler decides at every step which requests run, "
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False})
     predicted = {"messages": HI, "prediction": {"type": "content", "content": 3 * text}}
@@ -210,6 +211,11 @@ def test_the_books_of_drafts_add_up() -> None:
 
     with serving("-sc", drafts, "--per-request-spec-decode-metrics", "summary", "--max-model-len", "256") as server:
         asyncio.run(asyncio.wait_for(run(server.url), TIME_LIMIT_S))
+        for pid in (server.core_pid(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert server.process.wait(TIME_LIMIT_S) == 0
+        log = server.program.read_log()
+    assert "starting engine core" not in log, log
 
 
 def test_sigterm_gives_streams_their_time_and_tells_the_rest() -> None:
@@ -256,15 +262,6 @@ def test_sigterm_to_every_process_starts_no_other_core(first: str) -> None:
         log = server.program.read_log()
     assert "starting engine core" not in log, log
     assert " ERROR " not in log, log
-
-
-def test_sigterm_to_every_process_of_an_idle_server() -> None:
-    with serving(executor="Quick") as server:
-        for pid in (server.core_pid(), server.process.pid):
-            os.kill(pid, signal.SIGTERM)
-        assert server.process.wait(TIME_LIMIT_S) == 0
-        log = server.program.read_log()
-    assert "starting engine core" not in log, log
 
 
 def test_sigterm_to_the_core_alone_is_a_restart(client: openai.OpenAI, server: ServerProcess) -> None:

@@ -224,7 +224,7 @@ def test_adapters_of_a_server_of_two_processes(pair: ServerProcess, adapters: Pa
     MetricsAudit(one_clock=False).check(read_exposition(client.ask("GET", "/metrics")[1]))  # a process began anew
 
 
-@pytest.mark.parametrize("count", ["2", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", ["1", pytest.param("2", marks=pytest.mark.slow)])  # of two: test_api_processes.py
 def test_a_module_that_cannot_be_loaded_ends_the_start(count: str, tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other")  # of another model
     command = serve_command("--port", "0", "demo", "--api-server-count", count, "--lora-modules", f"other={other}")

@@ -88,7 +88,7 @@ def program(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
 @pytest.mark.parametrize(
     ("text", "exit_code"),
     [
-        ("generate(SHORT)", 0),
+        pytest.param("generate(SHORT)", 0, marks=pytest.mark.slow),  # below, beside files named like modules
         pytest.param("raise RuntimeError('a bug of the user')", 1, marks=pytest.mark.slow),
         ("threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()\ngenerate(LONG)", -signal.SIGINT),
         ("generate(SHORT)\nllm.shutdown()\nllm.shutdown()\nsys.exit(3)", 3),
@@ -112,8 +112,9 @@ def test_a_program_that_is_gone_at_once_leaves_no_core(program: Callable[[str], 
     assert processor_seconds_until(lambda: not running.is_core_running) < 2.0, "promise P23"
 
 
-def test_ctrl_c_stops_the_prompts_and_leaves_the_engine_usable(program: Callable[[str], Program]) -> None:
-    """The terminal sends Ctrl-C to every process: the core must ignore it, as if it were in this process."""
+def test_neither_ctrl_c_nor_a_fork_ends_the_engine(program: Callable[[str], Program]) -> None:
+    """The terminal sends Ctrl-C to every process: it stops the prompts, and the core must ignore it, as if it were in
+    this process. No `if __name__ == "__main__"` is needed: the core is not made by multiprocessing."""
     running = program(
         """
 before = [output.outputs[0].token_ids for output in generate(SHORT)]
@@ -124,28 +125,20 @@ except KeyboardInterrupt:
     print("stopped", llm.llm_engine.has_unfinished_requests(), flush=True)
 after = [output.outputs[0].token_ids for output in generate(SHORT)]
 print("same", after == before, resources.supervisor.core_pid, flush=True)
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # runs what a program runs at its end
+os.waitpid(child, 0)
+after = [output.outputs[0].token_ids for output in generate(SHORT)]
+print("same", after == before, resources.supervisor.core_pid, flush=True)
 """
     )
     assert running.read_line() == "go"
     time.sleep(0.2)  # in the middle of 4000 steps of 2 ms, wherever that is
     os.killpg(running.process.pid, signal.SIGINT)
     assert running.read_line() == "stopped False"
-    assert running.read_line() == f"same True {running.core_pid}"
-    assert running.wait() == 0
-
-
-def test_a_program_that_forks_and_spawns_needs_no_guard(program: Callable[[str], Program]) -> None:
-    """No `if __name__ == "__main__"`: the core is not made by multiprocessing. A fork does not end the engine."""
-    running = program(
-        """
-child = os.fork()
-if child == 0:
-    sys.exit(0)  # runs what a program runs at its end
-os.waitpid(child, 0)
-print(len(generate(SHORT)), flush=True)
-"""
-    )
-    assert running.read_line() == "4"
+    for after in ("Ctrl-C", "the fork"):
+        assert running.read_line() == f"same True {running.core_pid}", after
     assert running.wait() == 0
     assert not running.directory.exists()
 
@@ -158,4 +151,7 @@ def test_a_file_named_like_a_module_in_the_working_directory_does_no_harm(
     for name in ("json", "msgspec", "quire"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(elsewhere)
-    assert program("generate(SHORT)").wait() == 0
+    running = program("generate(SHORT)")
+    assert running.wait() == 0
+    assert not running.is_core_running
+    assert not running.directory.exists()

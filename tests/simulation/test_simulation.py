@@ -18,7 +18,7 @@ from tests.simulation.harness import SimulationError
 from tests.simulation.mutants import MUTANTS, weak_hashes
 from tests.simulation.run import EPISODE_OPERATIONS, replay, run_parallel, shrink
 
-NUM_OPERATIONS = volume(12_500)
+NUM_OPERATIONS = volume(10_000)
 NUM_SLOW_OPERATIONS = int(os.environ.get("QUIRE_SIMULATION_OPERATIONS", "50_000_000"))
 FIRST_SLOW_SEED = 1_000_000
 

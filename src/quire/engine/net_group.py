@@ -23,7 +23,6 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.engine.dp_group import Agreement
 from quire.errors import ConfigError
@@ -41,6 +40,7 @@ from quire.wire.group import (
     Vote,
 )
 from quire.wire.shared_memory import end_epoch, has_epoch_ended, note_epoch
+from quire.wire.sockets import receive_event
 from quire.wire.worker_link import SecureEnd, WorkerNetwork
 
 logger = init_logger(__name__)
@@ -221,7 +221,7 @@ class _HubLink(threading.Thread):
             if self._wakeup.fd in ready:
                 self._wakeup.clear()
             if self._monitor in ready:
-                self._follow_connection(recv_monitor_message(self._monitor)["event"])
+                self._follow_connection(receive_event(self._monitor)[0])
             while socket.poll(0):
                 self._take(socket.recv())
             self._send_state()

@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import sys
 import tempfile
 import threading
@@ -26,7 +27,6 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.utils.z85
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.errors import ConfigError
 
@@ -321,6 +321,12 @@ def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.peer_public)
 
 
+def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
+    """Returns number and value of a monitor's next event. `zmq.utils.monitor` does, too, and imports all of asyncio."""
+    number, value = struct.unpack("=Hi", monitor.recv_multipart()[0])
+    return number, value
+
+
 class ConnectionState:
     """The state of the one connection that a socket makes, by its handshakes. Belongs to the socket's thread."""
 
@@ -337,7 +343,7 @@ class ConnectionState:
     def follow(self) -> None:
         """Takes in what has become of the connection."""
         while self.monitor.poll(0):
-            self.is_up = recv_monitor_message(self.monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+            self.is_up = receive_event(self.monitor)[0] == zmq.Event.HANDSHAKE_SUCCEEDED
             self.was_up |= self.is_up
             self.was_rejected |= not self.was_up
 

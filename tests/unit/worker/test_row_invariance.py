@@ -44,7 +44,13 @@ class LogitsOfRequests:
     """Runs requests under a random scheduler and keeps the logits each output was sampled from."""
 
     def __init__(self, path: Path, dtype: str, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-        flags: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": MAX_REQS, "device": "cpu", "dtype": dtype}
+        flags: dict[str, Any] = {
+            "max_model_len": 512,
+            "max_num_seqs": MAX_REQS,
+            "device": "cpu",
+            "dtype": dtype,
+            "weight_cache": False,
+        }
         self.worker = Worker(EngineArgs(str(path), **flags).create_engine_config())
         monkeypatch.setattr("quire.worker.worker.choose_kernels", lambda *_: kernels)
         monkeypatch.setattr(step_sampler, "sample", self._sample)

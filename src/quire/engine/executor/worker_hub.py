@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.config.engine import EngineConfig, describe_engine
 from quire.config.server import encode_config
@@ -30,6 +29,7 @@ from quire.wire.handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION
 from quire.wire.heartbeat import WorkerEnd
 from quire.wire.ring import NO_BELL, RingReader, RingWriter, make_ring_file
 from quire.wire.serial import Frame
+from quire.wire.sockets import receive_event
 from quire.wire.topology import Topology
 from quire.wire.worker_link import (
     BEAT_INTERVAL_S,
@@ -316,7 +316,7 @@ class WorkerHub(threading.Thread):
                 stage = self._topology.place_of(self._table.parts[0]).pp
                 self._send_states(stage, self._outlet.take())
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+            receive_event(self._monitor)
             self._probe_until = time.monotonic() + PROBE_TIME_S
         while not self._is_ending and self._end.socket.poll(0):
             identity, head, *frames = self._end.socket.recv_multipart(copy=True)

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.errors import EngineDeadError, QuireError, ServerError, make_error
 from quire.failpoints import failpoint
@@ -34,6 +33,7 @@ from quire.wire.engine_core import (
 )
 from quire.wire.handshake import ENGINE_CORE_DEAD, engine_identity
 from quire.wire.serial import Frame, MsgpackDecoder, MsgpackEncoder, WireError
+from quire.wire.sockets import receive_event
 
 logger = init_logger(__name__)
 
@@ -343,11 +343,11 @@ class AttachedLinkThread(LinkThread):
         """Counts connections: a core is lost with its last one; that of the next core may be there by then."""
         any_lost = False
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.Event.ACCEPTED:
-                self._connections.add(event["value"])
+            event, connection = receive_event(self._monitor)
+            if event == zmq.Event.ACCEPTED:
+                self._connections.add(connection)
             else:
-                self._connections.discard(event["value"])
+                self._connections.discard(connection)
                 any_lost = True
         if any_lost and not self._connections and len(self.links.links) == 1:
             self._lose_core("has disconnected")

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol, cast, get_args
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.frontend.supervision.quarantine import CoreDeath, DeathCause
 from quire.interrupts import Wakeup
@@ -38,6 +37,7 @@ from quire.wire.nodes import (
     is_own_version,
     read_hello_version,
 )
+from quire.wire.sockets import receive_event
 
 logger = init_logger(__name__)
 
@@ -353,7 +353,8 @@ class NodeListener(threading.Thread):
         while not self._is_stopping:
             ready = {s for s, _ in poller.poll(max(0, int(1000 * (next_beat - time.monotonic()))))}
             while self._monitor.poll(0):
-                table.on_disconnected(recv_monitor_message(self._monitor)["value"])
+                _, connection = receive_event(self._monitor)
+                table.on_disconnected(connection)
             self._receive()
             now = time.monotonic()
             table.tick(now)
