@@ -185,6 +185,10 @@ class ApiProcesses:
                 _, others = await asyncio.wait(others, timeout=END_MARGIN_S)
         for keeper in others:
             keeper.cancel()
+        await asyncio.wait(keepers)
+        for keeper in keepers:  # one error is raised; those that nothing asks for are logged with a traceback
+            if not keeper.cancelled():
+                keeper.exception()
         for keeper in done:
             keeper.result()
 

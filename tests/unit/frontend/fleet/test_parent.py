@@ -174,6 +174,27 @@ async def test_what_keeps_one_from_serving_ends_the_server_in_its_words() -> Non
 
 
 @in_loop
+async def test_the_same_fault_of_all_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers: list[Any] = []
+
+    async def keep(processes: Any, index: int) -> None:
+        keepers.append(asyncio.current_task())
+        if index == 2:  # it has failed, too, before the other's error has ended the server
+            await processes._stopping.wait()
+        raise ConfigError(f"no such middleware {index}")
+
+    monkeypatch.setattr(ApiProcesses, "_keep", keep)
+    fleet = Fleet(2)
+    with pytest.raises(ConfigError, match="no such middleware 1"):
+        await fleet.running
+    for process in fleet.made:
+        process.connection.close()
+        process.end(2)
+    assert len(keepers) == 2
+    assert not any(keeper._log_traceback for keeper in keepers), "the error of the other is logged with a traceback"
+
+
+@in_loop
 async def test_one_that_dies_over_its_start_without_a_word() -> None:
     fleet = Fleet(1)
     fleet.made[0].end(-signal.SIGSEGV)
