@@ -22,7 +22,9 @@ NUM_ROUNDS = 60
 
 
 def engine_args(directory: Path, role: str, **flags: Any) -> EngineArgs:
-    transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": {"path": str(directory)}}
+    # blocks are taken however long it takes: on a quick machine computing them soon seems to be better, after deaths
+    extra = {"path": str(directory), "load_bias": 1e9}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra}
     return EngineArgs(
         "demo", kv_transfer_config=transfer, kv_cache_memory_bytes=32 << 20, core_restart_limit=10_000,
         core_restart_window_s=1.0, **flags,
