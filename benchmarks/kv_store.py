@@ -186,13 +186,13 @@ def read_payloads(directory: Path) -> list[bytes]:
 
 
 def make_llm(model: Path, directory: Path | None, max_num_seqs: int = 8, **options: Any) -> LLM:
+    store = {} if directory is None else {"kv_store": str(directory), "kv_store_size": STORE_BYTES}
     return LLM(
         str(model),
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_num_seqs=max_num_seqs,
         skip_tokenizer_init=True,
-        kv_store=None if directory is None else str(directory),
-        **{"kv_store_size": STORE_BYTES, "max_model_len": MAX_MODEL_LEN, **options},
+        **{"max_model_len": MAX_MODEL_LEN, **store, **options},
     )
 
 
