@@ -54,6 +54,7 @@ from quire.worker.kernels.native import NativeKernels
 from quire.worker.kernels.packs import commit_memory, take_memory
 from quire.worker.kv_cache import KVCacheMemory, allocate_kv_cache
 from quire.worker.kv_transfer import store_worker, transfers
+from quire.worker.kv_transfer.record_worker import lower_priority
 from quire.worker.kv_transfer.store_worker import StoreWorker
 from quire.worker.kv_transfer.transfers import MIN_RUN, NO_PLACE, BlockBytes
 from tests.checkpoints import MakeCheckpoint
@@ -556,6 +557,21 @@ def test_a_reset_before_the_namespace_is_known_is_refused(make_engine: Callable[
     assert engine.drop() == "the namespace is not known yet"
     engine.worker.namespace = namespace
     assert engine.save(make_keys(1), [1]).num_saved == 1, "its thread goes on"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")
+def test_threads_of_low_priority_interrupt_no_other() -> None:
+    found: list[tuple[int, int]] = []
+
+    def run() -> None:
+        lower_priority()
+        thread = threading.get_native_id()
+        found.append((os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [(19, os.SCHED_BATCH)]
 
 
 def test_released_memory_is_not_held(make_engine: Callable[..., Engine]) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -31,8 +32,8 @@ from quire.worker.kv_transfer.worker import KVConnectorWorker, Report
 
 logger = init_logger(__name__)
 
-LOW_PRIORITY = 10
-"""Niceness of threads that give way to the engine's."""
+LOW_PRIORITY, HASHING_PRIORITY = 19, 10
+"""Niceness of threads that give way to the engine's, and of the one that hashes weights, for which others wait."""
 KNOWN_S, HASHING_S = 10.0, 0.5
 """Longest wait for a namespace, so that the first request finds blocks: where all weights were hashed before, and where
 files have to be read."""
@@ -205,7 +206,7 @@ class RecordWorker(KVConnectorWorker):
         def is_stopped() -> bool:
             if not takes_long.is_set() and time.monotonic() >= end_ts:
                 takes_long.set()
-                lower_priority()
+                lower_priority(HASHING_PRIORITY)
             return self.is_closed.is_set()
 
         try:
@@ -243,10 +244,14 @@ class RecordWorker(KVConnectorWorker):
         self.watch(fingerprint, generation)
 
 
-def lower_priority() -> None:
-    """Makes this thread give way to the engine's."""
+def lower_priority(niceness: int = LOW_PRIORITY) -> None:
+    """Makes this thread give way to the engine's, and not interrupt one when it wakes up: the other threads of a step
+    would wait for that one."""
+    thread = threading.get_native_id()
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        if sys.platform == "linux":
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 # -- identity -------------------------------------------------------------------------------------------------------
