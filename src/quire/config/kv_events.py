@@ -27,6 +27,7 @@ _BOUNDS = bounds_by_name(
     FieldBound("event_format", "str"),
 )
 _NULLABLE = ("publisher", "endpoint", "replay_endpoint")
+"""Keys that may be null."""
 
 
 @dataclass(frozen=True, kw_only=True)

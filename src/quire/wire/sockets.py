@@ -322,7 +322,8 @@ def _secure(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, is_server
 
 
 def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
-    """Returns number and value of a monitor's next event. `zmq.utils.monitor` does, too, and imports all of asyncio."""
+    """Returns the number and the value of a monitor's next event (zmq_socket_monitor(3)). The function that pyzmq has
+    for it would import asyncio, which an engine core does not need."""
     number, value = struct.unpack("=Hi", monitor.recv_multipart()[0])
     return number, value
 

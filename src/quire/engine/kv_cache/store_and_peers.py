@@ -156,7 +156,8 @@ def _part_of(order: LoadOrder) -> str:
 
 
 def _join(ends: Sequence[Future[bool]]) -> Future[bool]:
-    """Returns a Future that ends with the last of `ends`: True if all are. They end on one thread."""
+    """Returns a Future that ends with the last of `ends`, and is True if all of them are. They must end on one
+    thread."""
     joined: Future[bool] = Future()
 
     def note(end: Future[bool]) -> None:

@@ -186,7 +186,7 @@ class ApiProcesses:
         for keeper in others:
             keeper.cancel()
         await asyncio.wait(keepers)
-        for keeper in keepers:  # one error is raised; those that nothing asks for are logged with a traceback
+        for keeper in keepers:  # one error is raised; asyncio logs each that was not retrieved, with a traceback
             if not keeper.cancelled():
                 keeper.exception()
         for keeper in done:

@@ -43,7 +43,7 @@ class Watcher(Protocol):
     """A thread that follows which blocks a store holds, and reports the changes."""
 
     def stop(self) -> bool:
-        """Ends it. Returns False if it hangs."""
+        """Ends the thread. Returns False if it hangs."""
 
 
 class Transfer(Protocol):
@@ -127,8 +127,8 @@ class RecordWorker(KVConnectorWorker):
         self.end_all()
         if self._hasher is not None:
             self._hasher.join()
-        has_watched = self._stop_watching()
-        if self.stop_threads() and has_watched:
+        is_watcher_ended = self._stop_watching()
+        if self.stop_threads() and is_watcher_ended:
             self.directory.close()  # a thread that hangs in a system call keeps it
 
     @abstractmethod

@@ -97,7 +97,7 @@ class _Drop:
     def __init__(self, fingerprint: bytes, directory: StoreDirectory, report: Callable[[str], None]) -> None:
         self._fingerprint, self._directory, self._report = fingerprint, directory, report
         self._has_ended = threading.Lock()
-        """Taken by the report."""
+        """Locked by the one that reports the outcome, and never released: a disk may answer after DROP_S, too."""
         self._timer = threading.Timer(DROP_S, self._end, (f"not within {DROP_S:.0f} s",))
         self._timer.daemon = True
         self._timer.start()

@@ -28,6 +28,7 @@ ASK_S = 0.25
 WATCH_S = 1.0
 """Time between two questions for changes."""
 END_S = 1.0
+"""Longest wait for the thread of a watcher to end."""
 FORGET_S = 30.0
 """Time without an answer after which a server is taken to hold nothing."""
 Answers = dict[str, bytes]
